@@ -54,13 +54,24 @@ class Settings:
     max_grad_norm: float = 1.0
 
 
+MODELS = ("qwen2", "deepseek_v3")
+"""Architectures of which a tiny model can be made."""
+
+
 def parse(arguments: list[str]) -> Settings:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "tp", "steps", "learning_rate", "skip_sync"):
         default = getattr(Settings, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"({default})")
-    return Settings(**vars(parser.parse_args(arguments)))
+    settings = Settings(**vars(parser.parse_args(arguments)))
+    if settings.tp < 1 or settings.steps < 1:
+        parser.error(f"--tp and --steps must be at least 1, got {settings.tp} and {settings.steps}")
+    if settings.skip_sync >= settings.steps:
+        parser.error(f"--skip-sync must be below --steps = {settings.steps}, got {settings.skip_sync}")
+    if settings.model not in MODELS and not os.path.isfile(os.path.join(settings.model, "config.json")):
+        parser.error(f"--model must be {' or '.join(MODELS)}, or a folder with a config.json, got {settings.model}")
+    return settings
 
 
 def say(text: str) -> None:

@@ -40,6 +40,20 @@ def load_minimal() -> ModuleType:
 minimal = load_minimal()
 
 
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        ("--tp 0", "--tp and --steps must be at least 1, got 0 and 3"),
+        ("--steps -1", "got 2 and -1"),
+        ("--skip-sync 3", "--skip-sync must be below --steps = 3, got 3"),
+        ("--model qwen_2", "--model must be qwen2 or deepseek_v3, or a folder with a config.json, got qwen_2"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_anything_is_imported(words: str, wrong: str) -> None:
+    done = subprocess.run([sys.executable, "-S", SCRIPT, *words.split()], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.strip().endswith(wrong)
+
+
 @dataclass
 class MinimalJob(Job):
     """A torchrun of launch/minimal.py, which finds the CPU stand-ins by itself and has no run directory."""

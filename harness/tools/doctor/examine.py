@@ -85,6 +85,9 @@ class _Doctor:
             why = f"looking at this host took over {FACTS:.0f} s; a driver or a file system hangs"
             print(f"rank {self.rank}: {why}", file=sys.stderr)
             return FAULTS
+        except (OSError, RuntimeError) as error:  # of a broken driver, or of a file system
+            print(f"rank {self.rank}: this host cannot be looked at: {links.first_line(error)}", file=sys.stderr)
+            return FAULTS
         gathered = self.store.gather("facts", mine, left(facts_end), RankFacts)
         facts = tuple(each for each in gathered if each)
         if self.rank == 0:

@@ -115,14 +115,14 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
         shared_memory=room("/dev/shm"),
         folders={
             f"TMPDIR = {tempfile.gettempdir()}": room(tempfile.gettempdir()),
-            f"{key} = {folder}": room(next(each for each in (folder, *folder.parents) if each.is_dir())),
+            f"{key} = {folder}": room(next(each for each in (folder, *folder.parents) if os.path.isdir(each))),
         },
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         versions=versions(),
         environment=behaviour(environment),
         preload=environment.get("LD_PRELOAD", ""),
         absent=tuple(
-            f"{name} = {path}" for name, path in paths if "/" in path and not Path(path).expanduser().exists()
+            f"{name} = {path}" for name, path in paths if "/" in path and not os.path.exists(os.path.expanduser(path))
         ),
     )
 

@@ -1,6 +1,7 @@
 """The answer: which source makes engine and trainer differ, in one sentence, as a table and as JSON."""
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -122,7 +123,9 @@ class Answer:
         return max(self.difference.mean, self.prefill.mean, *measured)
 
     def share(self, source: Source) -> float:
-        """Return the share of the mean difference that is gone without this source."""
+        """Return the share of the mean difference that is gone without this source. Of an infinite one it is all or nothing."""
+        if math.isinf(self.total):  # a log-prob is no number, or infinite
+            return float(bool(source.before and source.after) and source.removed == math.inf)
         return source.removed / self.total if self.total else 0.0
 
     @property
@@ -212,7 +215,7 @@ class Answer:
     def as_json(self) -> dict[str, Any]:
         found = asdict(self)
         found["sources"] = [asdict(each) | {"share": self.share(each)} for each in self.sources]
-        return found | {"agrees": self.agrees, "source": self.source, "sentence": self.sentence()}
+        return _as_json(found | {"agrees": self.agrees, "source": self.source, "sentence": self.sentence()})
 
     def table(self) -> str:
         """Return the table of the sources for the console, the largest first."""
@@ -229,3 +232,12 @@ class Answer:
         text = io.StringIO()
         Console(width=150, color_system=None, file=text).print(table)
         return text.getvalue().rstrip()
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value without the floats that JSON does not have: their names, such as "inf", stand for them."""
+    if isinstance(value, dict):
+        return {name: _as_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

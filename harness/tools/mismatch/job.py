@@ -135,7 +135,7 @@ def search_sources(baseline: Baseline, parts: Ppo, serving: Serving) -> Answer:
 def write(run: RunContext, inputs: Inputs, answer: Answer, rows: Sequence[Row], serving: Serving) -> None:
     """Write the answer and the program that shows it into the run directory, and show the table. Rank 0 does."""
     if run.world.rank == 0:
-        (run.folder / ANSWER).write_text(json.dumps(answer.as_json(), indent=1))
+        (run.folder / ANSWER).write_text(json.dumps(answer.as_json(), indent=1, allow_nan=False))
         (run.folder / PROGRAM).write_text(standalone_program(run, inputs, answer, rows, serving))
         if run.events.console:
             run.events.console.show(answer.table())

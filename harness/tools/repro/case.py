@@ -97,7 +97,7 @@ def find(name: str) -> list[Case]:
     cases = all_cases()
     if name in cases:
         return [cases[name]]
-    number = name.rstrip("/").rpartition("/")[2].removeprefix("#")
+    number = name.partition("#issuecomment")[0].rstrip("/").rpartition("/")[2].removeprefix("#")
     if number.isdigit():
         failures = [entry for entry in catalogue().values() if any(each.endswith(f"/{number}") for each in entry.links)]
         if not failures:

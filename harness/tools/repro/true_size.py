@@ -123,4 +123,8 @@ def check_engine(
     if problems:
         sys.exit(f"{len(problems)} problem(s), of which {min(SHOWN, len(problems))} are shown")
     sent = [view.name for group in groups for view in group.views if re.search(about, view.name)]
+    if set(sent) <= set(found.untold):  # or there are none: then this proves nothing of this release
+        raise UnsupportedEnvironment(
+            f"none of the {len(sent)} tensors that {about!r} names can be followed through this SGLang's loaders"
+        )
     print(f"{len(sent)} tensors arrive whole")

@@ -1,5 +1,6 @@
 """Which source is named, for made-up measurements."""
 
+import json
 from dataclasses import replace
 
 from harness.tools.mismatch.answer import HEAD, Answer, Rounding, Source
@@ -107,3 +108,18 @@ def test_the_head_is_named_in_half_precision_if_rounding_cannot_be_why() -> None
     assert replace(found, rounding=rounded(1.0, 0.5)).source == ""
     assert replace(found, rounding=None).source == ""
     assert replace(found, compared=[replace(norm, name="layers.0")]).source == "", "the last norm was not compared"
+
+
+def test_of_a_difference_that_is_no_number_the_setting_without_which_it_is_one_is_named() -> None:
+    """An overflow in one backend, as in float16."""
+    infinite = float("inf")
+    sources = [
+        replace(source("decode", infinite), before=apart(infinite)),
+        replace(source("attention backend", 1e-4), before=apart(infinite)),
+        source("KV cache", 0.5),
+    ]
+    found = replace(answer(*sources), difference=apart(infinite))
+    assert found.source == "attention backend" and "100% of the mean difference" in found.sentence()
+    assert [found.share(each) for each in sources] == [0.0, 1.0, 0.0]
+    kept = json.loads(json.dumps(found.as_json(), allow_nan=False))
+    assert kept["difference"]["mean"] == "inf" and kept["source"] == "attention backend"

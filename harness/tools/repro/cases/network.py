@@ -2,9 +2,11 @@
 
 import os
 import random
+import socket
 import subprocess
 import sys
 
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import free_port, join_group, run_on_two_hosts, run_ranks
 
@@ -43,6 +45,10 @@ def gloo_wrong_interface(broken: bool) -> None:
 )
 def ipv6_dist_init_addr(broken: bool) -> None:
     """torch.distributed and SGLang's dist_init_addr cannot read an IPv6 address without brackets."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        raise UnsupportedEnvironment(f"this host has no ::1 ({error.strerror})") from error
     host = "::1" if broken else "[::1]"
     join_group(init_method=f"tcp://{host}:{free_port()}", rank=0, world_size=1)
 

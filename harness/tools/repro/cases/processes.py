@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from harness.cluster.mesh import ParallelDims
@@ -157,12 +158,16 @@ def _end_trainer(is_up: bool, kill: bool) -> None:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as trainer:
         assert trainer.stdout and trainer.stdin
         if is_up:
-            print(next(line for line in trainer.stdout if "the engine is up" in line), end="", flush=True)
+            print(next((line for line in trainer.stdout if "the engine is up" in line), ""), end="", flush=True)
         names: dict[psutil.Process, str] = {}
         while len(names) < 2:  # the scheduler and the detokenizer, under the name of spawn or of SGLang
             time.sleep(0.1)
-            started = psutil.Process(trainer.pid).children(recursive=True)
-            commands = {each: " ".join(each.cmdline()) for each in started}
+            if trainer.poll() is not None:
+                sys.exit(f"the trainer ended with {trainer.returncode} before its engine had its processes")
+            commands = {}
+            for each in psutil.Process(trainer.pid).children(recursive=True):
+                with suppress(psutil.Error):  # it has just ended
+                    commands[each] = " ".join(each.cmdline())
             names = {each: words for each, words in commands.items() if "spawn_main" in words or "sglang::" in words}
         if kill:
             trainer.kill()
