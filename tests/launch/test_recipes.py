@@ -38,8 +38,8 @@ done
 SSH = '#!/bin/bash\nwhile [ "${1#-}" != "$1" ]; do shift 2; done\nshift\ncd /\nexec sh -c "$*"\n'
 TORCHRUN = """#!/bin/bash
 # A host's torchrun. MOCK_DOES: pass, or wait until it is ended, or fail on the second host while the first one waits.
+trap 'kill $!; echo ended >"$MOCK_FOLDER/$$.ended"; exit 143' TERM # before the tests see that it has started
 echo "$@" >"$MOCK_FOLDER/$$.part" && mv "$MOCK_FOLDER/$$.part" "$MOCK_FOLDER/$$.arguments"
-trap 'kill $!; echo ended >"$MOCK_FOLDER/$$.ended"; exit 143' TERM
 if [ "$MOCK_DOES" = pass ]; then exit 0; fi
 if [ "$MOCK_DOES" = fail ] && [[ "$*" = *is_host=0* ]]; then sleep 0.5; exit 3; fi
 sleep 100 & wait $!

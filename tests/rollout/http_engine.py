@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 START_SECONDS = 240.0
 CALL_SECONDS = 300.0
+HEALTH_SECONDS = 5.0
 
 
 class HttpEngine:
@@ -128,11 +129,7 @@ class HttpEngine:
         if self._update_group:
             self._update_group.close()
             self._update_group = None
-        if self._server:
-            root = psutil.Process(self._server.pid)
-            end_processes({each.pid: each for each in [root, *root.children(recursive=True)]})
-            self._server.wait()
-            self._server = None
+        self._end_server()
         if self._lease:
             self._lease.close()
         self.group.barrier()
@@ -148,19 +145,36 @@ class HttpEngine:
         log_dir.mkdir(parents=True, exist_ok=True)
         with child_environment(cpu_environment(self.group.tp)), (log_dir / "server.log").open("wb") as log:
             self._server = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
+        try:
+            self._wait_until_up(self._server, log.name)
+        except BaseException:  # the caller has no engine yet that it could shut down
+            self._end_server()
+            self._lease.close()
+            raise
+
+    def _wait_until_up(self, server: "subprocess.Popen[bytes]", log: str) -> None:
+        """Return when the server serves; raise EngineFailed if it exits, or does not serve within START_SECONDS."""
         deadline = time.monotonic() + START_SECONDS
         while not self._is_up():
             try:
-                code = self._server.wait(0.2)
+                code = server.wait(0.2)
             except subprocess.TimeoutExpired:
                 if time.monotonic() > deadline:
-                    raise
+                    raise EngineFailed(f"the server did not serve within {START_SECONDS:.0f} s; see {log}") from None
                 continue
-            raise EngineFailed(f"the server exited with code {code} before it served; see {log.name}")
+            raise EngineFailed(f"the server exited with code {code} before it served; see {log}")
+
+    def _end_server(self) -> None:
+        """End the server and its schedulers, if it was started."""
+        if self._server and self._server.poll() is None:
+            root = psutil.Process(self._server.pid)
+            end_processes({each.pid: each for each in [root, *root.children(recursive=True)]})
+            self._server.wait()
+        self._server = None
 
     def _is_up(self) -> bool:
         try:
-            self._request("health", None)
+            self._request("health", None, HEALTH_SECONDS)
         except (OSError, EngineFailed):  # it does not listen yet, or is still loading
             return False
         return True
@@ -202,13 +216,13 @@ class HttpEngine:
         text = self._request(method, json.dumps(body).encode())
         return json.loads(text) if text else None
 
-    def _request(self, path: str, body: bytes | None) -> bytes:
+    def _request(self, path: str, body: bytes | None, seconds: float = CALL_SECONDS) -> bytes:
         """Return the body of the answer. body: None makes it a GET."""
         assert self._lease is not None
         url = f"http://127.0.0.1:{self._lease.ports.port}/{path}"
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             raise EngineFailed(f"{path}: the server answered {error.code}: {error.read()[:500]!r}") from error

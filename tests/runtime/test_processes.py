@@ -29,10 +29,10 @@ held = mmap.mmap(descriptor, 4096)
 print("ready", flush=True)
 time.sleep(60)
 """
-LATE_HOLDER = "import sys; sys.stdin.readline(); file = open('/dev/shm/harness_test_late', 'w'); print('ready', flush=True); sys.stdin.read()"
-READER = (
-    "import sys; file = open('/dev/shm/harness_test_model.gguf', 'rb'); print('ready', flush=True); sys.stdin.read()"
+LATE_HOLDER = (
+    "import sys; sys.stdin.readline(); file = open(sys.argv[1], 'w'); print('ready', flush=True); sys.stdin.read()"
 )
+READER = "import sys; file = open(sys.argv[1], 'rb'); print('ready', flush=True); sys.stdin.read()"
 ENDER = """
 import psutil
 from harness.runtime.processes import end_processes
@@ -48,8 +48,13 @@ time.sleep(60)
 """
 
 
-def python(code: str, **options: Any) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-c", code], text=True, **options)
+def python(code: str, *words: object, **options: Any) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, words)], text=True, **options)
+
+
+def shared(name: str) -> Path:
+    """A path in /dev/shm that no other test uses, not even one of another checkout."""
+    return Path(f"/dev/shm/harness_test_{uuid.uuid4().hex}_{name}")
 
 
 def first_line(child: "subprocess.Popen[str]") -> str:
@@ -64,7 +69,7 @@ def holder(file: Path) -> subprocess.Popen[str]:
 
 
 def test_end_leaves_no_process_and_no_shared_memory() -> None:
-    file = Path("/dev/shm/harness_test_end")
+    file = shared("end")
     process = psutil.Process(holder(file).pid)
     assert shared_memory_files([process.pid]) == {file}
     end_processes({process.pid: process})
@@ -74,7 +79,7 @@ def test_end_leaves_no_process_and_no_shared_memory() -> None:
 
 def test_a_process_that_is_killed_while_it_ends_another_leaves_no_shared_memory() -> None:
     """Nothing shows any more whose file it was, once the process that made it is dead."""
-    file = Path(f"/dev/shm/harness_test_ender_{uuid.uuid4().hex}")
+    file = shared("ender")
     held = holder(file)
     end = os.pidfd_open(held.pid)
     ender = python(ENDER.format(held.pid))
@@ -91,7 +96,7 @@ def test_a_process_that_is_killed_while_it_ends_another_leaves_no_shared_memory(
 @pytest.mark.parametrize("writes", [True, False])
 def test_a_file_that_was_there_before_the_processes_stays(writes: bool) -> None:
     """As a user's model does."""
-    file = Path("/dev/shm/harness_test_model.gguf")
+    file = shared("model.gguf")
     file.write_bytes(b"weights")
     while time.time() < file.stat().st_ctime + 0.1:
         pass  # the kernel tells the start of a process up to 10 ms
@@ -99,7 +104,7 @@ def test_a_file_that_was_there_before_the_processes_stays(writes: bool) -> None:
         if writes:
             process = holder(file)
         else:
-            process = python(READER, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            process = python(READER, file, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert first_line(process) == "ready\n"
         assert shared_memory_files([process.pid]) == {file}
         end_processes({process.pid: psutil.Process(process.pid)})
@@ -111,7 +116,7 @@ def test_a_file_that_was_there_before_the_processes_stays(writes: bool) -> None:
 
 def test_end_looks_for_files_before_it_calls_stop() -> None:
     """SGLang's own shutdown kills the processes: afterwards nobody can say what they held."""
-    file = Path("/dev/shm/harness_test_stop")
+    file = shared("stop")
     child = holder(file)
     end_processes({child.pid: psutil.Process(child.pid)}, stop=child.kill)
     child.wait(timeout=5)
@@ -119,8 +124,8 @@ def test_end_looks_for_files_before_it_calls_stop() -> None:
 
 
 def test_end_finds_a_file_that_is_made_while_it_ends_the_processes() -> None:
-    file = Path("/dev/shm/harness_test_late")
-    late = python(LATE_HOLDER, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    file = shared("late")
+    late = python(LATE_HOLDER, file, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def stop() -> None:
         late.stdin.write("go\n")  # type: ignore[union-attr]
@@ -134,7 +139,7 @@ def test_end_finds_a_file_that_is_made_while_it_ends_the_processes() -> None:
 
 def test_end_removes_a_file_that_a_process_makes_as_soon_as_it_starts() -> None:
     """Sooner than Python, which takes 10 ms to start."""
-    file = Path("/dev/shm/harness_test_soon")
+    file = shared("soon")
     for _ in range(20):
         words = ["/bin/sh", "-c", f"exec 3<>{file}; echo ready; read line"]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -219,7 +224,7 @@ def test_processes_are_ended_although_stopping_them_failed() -> None:
 
 def test_after_the_clock_was_set_nobodys_file_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set back, a file that a user made before the process began would look younger than it."""
-    file = Path("/dev/shm/harness_test_clock")
+    file = shared("clock")
     process = psutil.Process(holder(file).pid)
     monkeypatch.setattr(processes, "_booted", lambda: processes._BOOTED - 60)
     try:

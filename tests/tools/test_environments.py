@@ -220,7 +220,9 @@ def test_pip_sources_become_uv_sources(config: str, arguments: list[str]) -> Non
 
 
 def test_every_pinned_file_pins_everything() -> None:
-    for file in environments.PINS.glob("*.txt"):
+    files = list(environments.PINS.glob("*.txt"))
+    assert files
+    for file in files:
         lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
         assert lines and all("==" in line and " @ " not in line for line in lines), file.name
         assert re.fullmatch(rf"{len(lines)} packages, about .+ on disk", environments.describe([file])), file.name

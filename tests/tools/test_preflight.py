@@ -211,8 +211,10 @@ def test_what_is_right_passes_without_a_word() -> None:
     ):
         resolved = preflight.check_here(parse(words).config)
         assert (resolved.warnings, resolved.not_checked) == ((), ())
-    for config in (REPOSITORY / "configs").glob("*/*.toml"):
-        preflight.check_plan(parse([str(config), *PREPARED.get(config.name, [])]).config)
+    files = list((REPOSITORY / "configs").glob("*/*.toml"))
+    assert files
+    for file in files:
+        preflight.check_plan(parse([str(file), *PREPARED.get(file.name, [])]).config)
 
 
 DRAFT = "--weights.transport tensor --weights.verify off --engine.args.speculative_algorithm"

@@ -106,7 +106,8 @@ class Environment:
     def with_freeze(self) -> "Environment":
         """Return it with the versions that its own Python finds. Raises Unavailable if that Python does not start."""
         command = [self.python, "-c", _FREEZE]
-        run = subprocess.run(command, capture_output=True, text=True, env=self.variables(cpu_mode=False))
+        # Not in the user's folder: Python would import a json.py that lies there.
+        run = subprocess.run(command, capture_output=True, text=True, env=self.variables(cpu_mode=False), cwd="/")
         if run.returncode:
             last = run.stderr.strip().rpartition("\n")[2].strip(" .") or "no output"
             raise Unavailable(f"its Python {self.python} does not start: {last}.")

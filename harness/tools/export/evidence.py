@@ -51,7 +51,7 @@ def check_env(subject: Subject) -> list[str]:
     if torch_is_for_cpu():
         inherited = [each for each in variables.get("PYTHONPATH", "").split(os.pathsep) if each]
         variables["PYTHONPATH"] = os.pathsep.join([str(STANDINS), *inherited])
-    command = [sys.executable, "-m", "sglang.check_env"]
+    command = [sys.executable, "-P", "-m", "sglang.check_env"]
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:

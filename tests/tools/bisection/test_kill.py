@@ -7,8 +7,10 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
+from harness.runtime.processes import is_alive
 from tests.tools.bisection.bisecting import Bench, bare_python
 from tests.tools.bisection.wheels import make_wheel
 
@@ -96,7 +98,12 @@ def test_interrupted_it_says_how_to_go_on_and_leaves_nothing(tmp_path: Path) -> 
     bench = Bench(tmp_path)
     sites = bench.sites(["code = 0", "code = 0", "code = 1"])
     script = bench.script(
-        "import moving, subprocess, sys, time\nif not __import__('os').path.exists('calm'): subprocess.run(['sleep', '1234.5'])\nsys.exit(moving.code)"
+        "import moving, pathlib, subprocess, sys\nfolder = pathlib.Path(__file__).parent\n"
+        "if not (folder / 'calm').exists():\n"
+        "    sleeper = subprocess.Popen(['sleep', '1234.5'])\n"
+        "    (folder / 'sleeper').write_text(f'{sleeper.pid}\\n')\n"
+        "    sleeper.wait()\n"
+        "sys.exit(moving.code)"
     )
     words = ["--package", "moving", "--environments", str(sites), "--python", bare_python(), "--dir", "found"]
     process = subprocess.Popen(
@@ -108,13 +115,16 @@ def test_interrupted_it_says_how_to_go_on_and_leaves_nothing(tmp_path: Path) -> 
         text=True,
     )
     deadline = time.monotonic() + 60
-    while not bench.ran() and time.monotonic() < deadline:
+    note = tmp_path / "sleeper"
+    while not (note.exists() and note.read_text().endswith("\n")):
+        assert time.monotonic() < deadline and process.poll() is None, "the script has not started its child"
         time.sleep(0.05)
+    sleeper = psutil.Process(int(note.read_text()))
+    assert is_alive(sleeper)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=30)[1]
     assert process.returncode == 130 and f"--resume {tmp_path / 'found'}" in said
-    sleepers = subprocess.run(["pgrep", "-f", "sleep 1234.5"], capture_output=True, text=True).stdout
-    assert not sleepers
+    assert not is_alive(sleeper)
     (tmp_path / "calm").touch()
     run = bench.bisect("--resume", "found")
     assert run.returncode == 0 and "The first bad release is 1.2" in run.stdout, run.stdout + run.stderr

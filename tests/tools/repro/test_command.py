@@ -17,15 +17,23 @@ def repro(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+def listed(*options: str) -> list[str]:
+    """The names that `list` shows."""
+    ended = repro("list", *options)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return [line.split()[0] for line in ended.stdout.splitlines()]
+
+
 def test_list() -> None:
-    assert [line.split()[0] for line in repro("list").stdout.splitlines()] == list(all_cases())
-    gpus = repro("list", "--needs", "one_gpu", "several_gpus").stdout
+    assert listed() == list(all_cases())
+    gpus = listed("--needs", "one_gpu", "several_gpus")
     assert "nccl-cumem-skew" in gpus and "release-twice" in gpus and "ipv6-dist-init-addr" not in gpus
-    assert "dsv3-qkv-a-split" not in repro("list", "--no-engine").stdout
+    assert listed("--no-engine") == [slug for slug, case in all_cases().items() if not case.engine]
 
 
 def test_show_has_cause_fix_difference_and_where_it_was_seen() -> None:
-    shown = repro("show", "torchelastic-agent-store-hang").stdout
+    ended = repro("show", "torchelastic-agent-store-hang")
+    assert ended.returncode == 0, ended.stderr
     for begins in (
         "needs: cpu",
         "differs in: ",
@@ -37,7 +45,7 @@ def test_show_has_cause_fix_difference_and_where_it_was_seen() -> None:
         "program: ",
         "by hand: ",
     ):
-        assert f"\n{begins}" in shown
+        assert f"\n{begins}" in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,8 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], words: 
 
 @pytest.mark.parametrize("name", ["14178", "#14178", "https://github.com/sgl-project/sglang/issues/14178"])
 def test_a_case_is_found_by_the_number_of_an_issue(name: str) -> None:
-    assert "dsv3-qkv-a-split: " in repro("show", name).stdout
+    ended = repro("show", name)
+    assert ended.returncode == 0 and "dsv3-qkv-a-split: " in ended.stdout, ended.stderr
 
 
 def test_run_prints_what_showed() -> None:
