@@ -160,7 +160,7 @@ def _in_environments(folder: Path) -> dict[Version, Candidate]:
 
 def index_arguments() -> list[str]:
     """Return uv's arguments for the indexes that pip is configured to use."""
-    run = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-P", "-m", "pip", "config", "list"], capture_output=True, text=True)
     return uv_sources(run.stdout if run.returncode == 0 else "")
 
 
