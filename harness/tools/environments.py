@@ -215,11 +215,14 @@ def _install(folder: Path, files: Sequence[Path]) -> None:
     base = next((file for file in files if file.stem != "tests"), None)
     if not (folder / "bin" / "uv").exists():
         _run(
-            [getattr(sys, "_base_executable", sys.executable), "-m", "venv", str(folder)], "make a virtual environment"
+            [getattr(sys, "_base_executable", sys.executable), "-P", "-m", "venv", str(folder)],
+            "make a virtual environment",
         )
-        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1"]
+        pip = [str(python), "-P", "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1"]
         _run([*pip, f"uv=={pins_of(PINS / f'{DEFAULT_WITHOUT_GPU}.txt')['uv']}"], "install uv")
-    config = subprocess.run([str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    config = subprocess.run(
+        [str(python), "-P", "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    )
     install = [str(folder / "bin" / "uv"), "pip", "install", "--python", str(python), *uv_sources(config.stdout)]
     if base is not None and base.stem == DEFAULT_WITHOUT_GPU:
         _install_cpu_torch(install, base, ["--reinstall-package", "torch"] if was_cut_off else [])
