@@ -73,7 +73,7 @@ def to_toml(config: Config) -> str:
 
 
 def to_redacted_toml(config: Config) -> str:
-    """Write the whole config as TOML, as others may see it: without the values that are secrets."""
+    """Write the whole config as TOML that others may see: a mark stands in the place of each secret."""
     return _sections_as_toml(redact.values(dataclasses.asdict(config)))
 
 

@@ -69,10 +69,11 @@ def values(given: Any, name: str = "") -> Any:
         return {key: values(each, key) for key, each in given.items()}
     if isinstance(given, list | tuple):
         return [values(each, name) for each in given]
-    if isinstance(given, str):
-        return variable(name, given)
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    return mark(str(given)) if is_number and is_secret(name) and not HARMLESS.fullmatch(str(given)) else given
+    # By the rule for text, not by that for variables: speculative_token_map is the path of a file.
+    value = str(given)
+    if ASSIGNED.search(f"{name}=x") and not HARMLESS.fullmatch(value) and not MARK.fullmatch(value):
+        return mark(value)
+    return text(given) if isinstance(given, str) else given
 
 
 def text(given: str) -> str:

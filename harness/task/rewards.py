@@ -44,8 +44,7 @@ def extract_answer(text: str) -> Decimal | None:
     "1.2.3", "1e3" (GSM8K has no exponents), "1/2", "3-4", "3 + 4", "12:30", "5 000". Words before the number are refused too:
     "#### about 5".
     """
-    ending = _MARKS_AT_THE_END.match(text[::-1])
-    _, mark, tail = text[: len(text) - (ending.end() if ending else 0)].rpartition(_MARK)
+    _, mark, tail = _MARKS_AT_THE_END.sub("", text[::-1], count=1)[::-1].rpartition(_MARK)
     line = tail.lstrip().partition("\n")[0] if mark else ""
     match = _NUMBER.match(line)
     if match is None or _CONTINUES.match(line, match.end()):

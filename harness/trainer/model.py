@@ -121,7 +121,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def _load_from_rank_0(model: nn.Module, path: str, dtype: torch.dtype, saved_class: type[nn.Module]) -> None:
     """Load the part of the saved model that is of this class into the shards of every rank. A collective call.
 
-    Raise ConfigError if the checkpoint lacks a tensor, which transformers would fill with random values.
+    Raise ConfigError if the checkpoint lacks a tensor: transformers would fill it with random values and go on.
     """
     whole: dict[str, Any] = {}
     if dist.get_rank() == 0:

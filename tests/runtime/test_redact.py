@@ -114,10 +114,11 @@ def test_redacted_text_in_quotes_is_still_that_text_in_quotes(text: str) -> None
 
 def test_a_table_keeps_its_shape() -> None:
     given = {"api_key": 123456789, "hub": {"hf_token": "abcdefgh", "size": 123456789}, "stop_token_ids": [151645]}
-    given |= {"ssl": ["--password=hunter2"], "on": True, "key": None, "text": 'password="{question}"'}
+    kept = {"speculative_token_map": "/maps/hot_tokens.pt", "eos_token": "<|im_end|>", "sort_key": "length"}
+    given |= kept | {"ssl": ["--password=hunter2"], "on": True, "key": None, "text": 'password="{question}"'}
     made = redact.values(given)
     assert (made["hub"]["size"], made["stop_token_ids"], made["on"], made["key"]) == (123456789, [151645], True, None)
-    assert made["text"] == given["text"]
+    assert made["text"] == given["text"] and {name: made[name] for name in kept} == kept
     for hidden in (made["api_key"], made["hub"]["hf_token"], made["ssl"][0].removeprefix("--password=")):
         assert redact.MARK.fullmatch(hidden)
 

@@ -85,7 +85,7 @@ def resume(folder: Path, then_git: str) -> int:
 
 
 def _checkout(given: str) -> str:
-    """Return the checkout that --then-git names, as an absolute path; "" for none. Raises WrongQuestion."""
+    """Return the absolute path of the checkout that --then-git names, or "" if it is not given. Raises WrongQuestion."""
     if not given:
         return ""
     folder = existing_folder("--then-git", given)

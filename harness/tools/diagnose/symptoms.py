@@ -396,8 +396,7 @@ def seconds_of(line: LogLine) -> float | None:
         return None
     day, clock, fraction, zone = stamp.groups()
     try:
-        return datetime.fromisoformat(f"{day.replace('/', '-')}T{clock}{zone or ''}").timestamp() + float(
-            f"0.{fraction or 0}"
-        )
+        whole = datetime.fromisoformat(f"{day.replace('/', '-')}T{clock}{zone or ''}")
+        return whole.timestamp() + float(f"0.{fraction or 0}")
     except ValueError:  # a stamp of a day that there is not
         return None

@@ -390,7 +390,7 @@ def literal(value: Any, name: str = "") -> str:
 
 
 def _expression(value: Any) -> str:
-    """Return what Python reads as this value, in ASCII. Infinity and NaN have no literal."""
+    """Return Python code for this value, in ASCII. Infinity and NaN have no literal, so they are made by float()."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, dict):

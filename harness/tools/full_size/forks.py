@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ForkEnded(Exception):
-    """A process ended before it had answered: it was killed, perhaps by the kernel for lack of memory."""
+    """The process of a job ended without an answer. Something killed it, perhaps the kernel when memory ran out."""
 
     def __init__(self, number: int, code: int | None) -> None:
         super().__init__(f"the process of job {number} ended with exit code {code} before it answered")

@@ -56,7 +56,8 @@ class StepTable:
     matmul_flops: float
     """Per second, of the slowest rank."""
     sampling_seconds: float
-    """Of SGLang's bench when it samples and returns log-probs as the rollout does; the limit of generation is greedy."""
+    """How long SGLang's bench takes if it samples and returns log-probs as the rollout does. The limit of generation is the
+    bench as it is, greedy."""
     phases: Sequence[PhaseRow]
 
     def of(self, *names: str) -> tuple[float, float]:
@@ -128,7 +129,7 @@ def random_prompts(prompts: Sequence[Prompt], size: int, tokens: int) -> list[Pr
 
 
 def measure_limits(ppo: Ppo, index: int, tokens: float) -> tuple[dict[str, float], float, float]:
-    """Return the limit of each phase that has one, in seconds, and two numbers of StepTable: matmul_flops, sampling_seconds.
+    """Return the limits of phases in seconds, and StepTable's matmul_flops and sampling_seconds.
 
     tokens: how many the measured steps computed. A collective call of all ranks; step `index` is rolled out for it.
     """

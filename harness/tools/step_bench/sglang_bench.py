@@ -26,7 +26,7 @@ class TokenPrompts:
 def offline_throughput(
     engine: Any, prompts: Sequence[Sequence[int]], lengths: Sequence[int], sampling: Mapping[str, float] | None = None
 ) -> float:
-    """Return the seconds in which SGLang's bench has the engine answer prompts with so many tokens each.
+    """Have SGLang's bench time the engine on these prompts, and return the seconds. lengths: tokens of each answer.
 
     sampling: sample like this, and return log-probs, as a rollout does. None: greedily and without, as the bench does.
     """

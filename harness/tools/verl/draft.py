@@ -69,7 +69,7 @@ class Draft:
         return RELEASES.index(self.verl.release) >= RELEASES.index(release)
 
     def integer(self, key: str, otherwise: int | None = None, least: int | None = None) -> int:
-        """Return verl's value of a key. Raise ConfigError unless it is an integer, and not below `least`."""
+        """Return verl's value of a key. Raise ConfigError if it is no integer, or is below `least`."""
         value = int(of_type(int, self.get(key, otherwise), key))
         if least is not None and value < least:
             raise ConfigError(f"{full(key)} must be at least {least}, got {value}.")

@@ -83,9 +83,9 @@ class ExitWatch:
 
 
 def how_it_ended(pid: int, pidfd: int | None = None) -> str | None:
-    """Return "was killed by SIGKILL" or the like for a process that has ended; None if it is alive.
+    """Return "was killed by SIGKILL" or the like for a process that has ended; None if it is alive, or if nothing tells any more.
 
-    None too if its parent has waited for it, unless there is a descriptor of it, on Linux 6.15 or later.
+    Once its parent has waited for it, only a pidfd tells, and only on Linux 6.15 or later.
     """
     status = wait_status(pid)
     if status is None and pidfd is not None:
