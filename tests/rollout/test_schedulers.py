@@ -6,6 +6,7 @@ Real engines are asked in tests/weights.
 import multiprocessing
 import operator
 import os
+import queue
 import signal
 import socket
 import stat
@@ -287,17 +288,18 @@ def test_a_scheduler_with_a_draft_model_connects_when_the_loader_has_seen_both(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     (folder := socket_folder("f")).mkdir(mode=0o700)
-    served: list[Any] = []
-    monkeypatch.setattr(schedulers, "_serve", lambda model, connection: served.append(model))
+    served: queue.Queue[Any] = queue.Queue()  # filled on the thread that serves
+    monkeypatch.setattr(schedulers, "_serve", lambda model, connection: served.put(model))
     draft, target = type("StageNextN", (Stage,), {})(), Stage()
     start_serving(draft, [("f", torch.zeros(2))])
-    assert dict(schedulers.SHOWN) == {"f": [draft]} and not served and capsys.readouterr().err == ""
+    assert dict(schedulers.SHOWN) == {"f": [draft]} and served.empty() and capsys.readouterr().err == ""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "0.socket"))
         listener.listen()
         start_serving(target, [("f", torch.zeros(2))])
         listener.accept()[0].close()
-    assert [(model.target, model.draft) for model in served] == [(target, draft)] and not schedulers.SHOWN
+    both = served.get(timeout=60)
+    assert (both.target, both.draft) == (target, draft) and served.empty() and not schedulers.SHOWN
 
 
 def test_the_folder_of_sockets_is_private_and_goes_with_the_last_of_them(
