@@ -41,7 +41,10 @@ TORCHRUN = """#!/bin/bash
 trap 'kill $!; echo ended >"$MOCK_FOLDER/$$.ended"; exit 143' TERM # before the tests see that it has started
 echo "$@" >"$MOCK_FOLDER/$$.part" && mv "$MOCK_FOLDER/$$.part" "$MOCK_FOLDER/$$.arguments"
 if [ "$MOCK_DOES" = pass ]; then exit 0; fi
-if [ "$MOCK_DOES" = fail ] && [[ "$*" = *is_host=0* ]]; then sleep 0.5; exit 3; fi
+if [ "$MOCK_DOES" = fail ] && [[ "$*" = *is_host=0* ]]; then
+    until [ "$(ls "$MOCK_FOLDER" | grep -c arguments)" = 2 ]; do sleep 0.1; done
+    exit 3
+fi
 sleep 100 & wait $!
 """
 
@@ -81,7 +84,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 
 def ran(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def check_met(environment: dict[str, str], words: list[str]) -> None:

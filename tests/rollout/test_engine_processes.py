@@ -131,9 +131,9 @@ def test_of_several_dead_children_the_killed_one_is_reported_with_its_signal_who
         process.start()
     assert leaver.pid and victim.pid and living.pid
     _, deaths, told = watched(*(psutil.Process(process.pid) for process in (leaver, living, victim)))
-    may_leave.set()
     victim.kill()
     victim.join()
+    may_leave.set()
     leaver.join()
     assert told.wait(20)
     assert [death[1:] for death in deaths] == [(victim.pid, "SIGKILL")]

@@ -179,11 +179,11 @@ def _death(rank: int, folder: str) -> tuple[str, float]:
 def test_a_scheduler_that_dies_in_the_middle_is_named_on_the_rank_beside_it(tmp_path: Path) -> None:
     _, (message, seconds) = on_ranks(_death, 2, tmp_path, str(tmp_path))
     assert message == "EngineFailed: the scheduler of rank 1 has closed its connection; see engine.log"
-    assert 0.5 <= seconds < 5
+    assert 0.5 <= seconds < 60
 
 
 def _absent(rank: int, folder: str) -> str:
-    schedulers.CONNECT_SECONDS = 0.5
+    schedulers.CONNECT_SECONDS = 0.5 if rank == 1 else 60.0
     engine = Engine(rank, 2, folder)
     if rank == 1:
         engine.scheduler.kill()

@@ -292,7 +292,7 @@ def test_no_default_of_this_sglang_is_refused() -> None:
 def test_a_flush_waits_for_the_batch_that_goes_on_after_the_last_answer(
     refusals: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.rollout.sglang_api.engine_calls.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("harness.rollout.sglang_api.engine_calls.IDLE_SECONDS", 0.1 if refusals == 1000 else 60.0)
     answers = iter([False] * refusals + [True] * 1000)
     busy = SimpleNamespace(flush_cache=lambda: SimpleNamespace(success=next(answers), message=""))
     if refusals < 1000:

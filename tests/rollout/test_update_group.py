@@ -46,6 +46,7 @@ def test_a_side_that_cannot_be_freed_is_left_behind(monkeypatch: pytest.MonkeyPa
     connection = Connection()
     with pytest.raises(ValueError, match="refused"):
         side_by_side(refuse, connection.wait, 20, lambda: None)
+    assert "update-group-trainer" in {thread.name for thread in threading.enumerate()}
     connection.close()
 
 
@@ -58,7 +59,7 @@ def test_two_sides_that_wait_for_ever_time_out() -> None:
 def test_one_side_that_waits_for_ever_is_named() -> None:
     connection = Connection()
     with pytest.raises(TimeoutError, match="^the trainer's side took more than"):
-        side_by_side(lambda: None, connection.wait, 0.1, connection.close)
+        side_by_side(lambda: None, connection.wait, 1.0, connection.close)
 
 
 def test_a_failure_keeps_nothing_alive_that_the_call_held() -> None:

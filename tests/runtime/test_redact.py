@@ -132,4 +132,4 @@ def test_the_time_grows_with_the_length_alone(part: str) -> None:
         redact.text((part * length)[:length])
         return time.process_time() - started
 
-    assert seconds(400_000) < 20 * max(seconds(50_000), 0.005)
+    assert min(seconds(400_000) for _ in range(3)) < 20 * max(seconds(50_000), 0.005)

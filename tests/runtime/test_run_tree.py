@@ -55,10 +55,10 @@ def test_a_command_that_cannot_start(tmp_path: Path) -> None:
 
 def test_after_the_timeout_a_command_may_end_within_its_grace(tmp_path: Path) -> None:
     ready = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); time.sleep(60)"
-    ended = run_python(tmp_path, ready, timeout=0.5)
+    ended = run_python(tmp_path, ready, timeout=5)
     assert (ended.code, ended.timed_out) == (3, True)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    ended = run_python(tmp_path, deaf, timeout=0.5, grace=0.1)
+    ended = run_python(tmp_path, deaf, timeout=5, grace=0.1)
     assert (ended.code, ended.timed_out) == (-signal.SIGKILL, True)
 
 
@@ -131,7 +131,7 @@ file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
 os.ftruncate(file, 4096)
 mapped = mmap.mmap(file, 4096)
 print(semaphore._semlock.name, flush=True)
-time.sleep(1.5)  # the supervisor looks twice a second
+time.sleep(4)  # the supervisor looks twice a second
 os.kill(os.getpid(), 9)
 """
 

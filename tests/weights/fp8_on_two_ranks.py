@@ -53,7 +53,6 @@ OVERRIDES_ON_GPU = {
 
 
 def main(folder: Path, options: Mapping[str, Any]) -> None:
-    from harness.cluster.ports import planned_ports
     from harness.rollout.verl_engine import VerlEngine
     from harness.runtime.cpu_standins import activate
     from harness.runtime.fork_server import ForkServer
@@ -82,7 +81,6 @@ def main(folder: Path, options: Mapping[str, Any]) -> None:
     engine = VerlEngine(
         mesh["tp"],
         log_dir=folder / "engine",
-        base_port=planned_ports(41000, 0).port,
         model_path=str(folder / "fp8"),
         device=device,
         dtype="bfloat16",

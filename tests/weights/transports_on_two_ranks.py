@@ -21,7 +21,6 @@ PROMPTS = [list(range(5, 25)), list(range(30, 47))]
 
 def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
 
-    from harness.cluster.ports import planned_ports
     from harness.rollout.verl_engine import VerlEngine
     from harness.runtime.cpu_standins import activate
     from harness.task.tiny_models import save_tiny_model
@@ -39,7 +38,6 @@ def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
     engine = VerlEngine(
         mesh["tp"],
         log_dir=folder / "engine",
-        base_port=planned_ports(41000, 0).port,
         model_path=str(folder / "model"),
         dtype="bfloat16",
         load_format="dummy",

@@ -81,7 +81,8 @@ def test_what_a_candidate_has_passed_is_kept(tmp_path: Path, how: signal.Signals
         bench.command(*words), cwd=tmp_path, env=bench.variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     deadline = time.monotonic() + 60
-    while not (tmp_path / "third").exists() and time.monotonic() < deadline:
+    while not (tmp_path / "third").exists():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(how)
     process.communicate(timeout=30)

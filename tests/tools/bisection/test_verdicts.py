@@ -68,7 +68,7 @@ def test_a_hang_counts_and_nothing_of_it_is_left(bench: Bench) -> None:
         "sys.exit(moving.code)"
     )
     codes = ["hangs, code = False, 0"] * 3 + ["hangs, code = False, 1"] + ["hangs, code = True, 0"] * 2
-    run = bench.over_sites(codes, script, "--hang", "--timeout", "1s")
+    run = bench.over_sites(codes, script, "--hang", "--timeout", "5s")
     assert run.returncode == 1 and "one of 2: 1.3, 1.4" in run.stdout, run.stdout + run.stderr
     hung = next(record for record in bench.state()["records"] if record["attempts"][0]["timed_out"])
     log = (bench.folder / "found" / hung["attempts"][0]["log"]).read_text()

@@ -26,7 +26,7 @@ LAUNCHERS = {
     "forked": [str(HERE / "torchrun_with_cheap_imports.py")],
     "plain": ["-m", "torch.distributed.run"],
 }
-SECONDS = 30
+SECONDS = 180
 
 both_ways = pytest.mark.parametrize("launcher", LAUNCHERS)
 

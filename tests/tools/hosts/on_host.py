@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -23,7 +25,7 @@ def say(**values: object) -> None:
 
 def identity(index: int) -> None:
     Path("/dev/shm/mine").write_text(str(index))
-    time.sleep(0.5)  # the other host has written too
+    time.sleep(2.0)  # the other host has written too
     say(
         hostname=socket.gethostname(),
         boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -72,22 +74,34 @@ def ping(index: int, name: str) -> None:
 
 
 def datagrams(index: int, name: str, count: str, pause: str) -> None:
-    """Numbered datagrams from host1 to host0, which says which came."""
+    """Numbered datagrams from host1 to host0, which says which came. Host1 begins once host0 has answered."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         if index == 0:
             peer.bind(("", PORT))
-            peer.settimeout(1.0)
-            came = []
-            while True:
-                try:
-                    came.append(int(peer.recv(16)))
-                except TimeoutError:
-                    say(came=came)
-                    return
-        time.sleep(0.5)
+            peer.settimeout(SECONDS)
+            say(came=list(numbers_from(peer)))
+            return
+        peer.settimeout(0.1)
+        while True:
+            peer.sendto(b"?", (name, PORT))
+            with suppress(TimeoutError):
+                peer.recv(1)
+                break
         for number in range(int(count)):
             peer.sendto(str(number).encode(), (name, PORT))
             time.sleep(float(pause))
+
+
+def numbers_from(peer: socket.socket) -> Iterator[int]:
+    """Answer questions, and yield the numbers that come after them, until there is silence."""
+    with suppress(TimeoutError):
+        while True:
+            said, sender = peer.recvfrom(16)
+            if said == b"?":
+                peer.sendto(b"!", sender)
+            else:
+                peer.settimeout(1.0)
+                yield int(said)
 
 
 def phases(index: int, name: str) -> None:
@@ -99,7 +113,7 @@ def phases(index: int, name: str) -> None:
                 phase_client("sync", step)
                 peer.sendall(b"%d" % step)
             else:
-                peer.settimeout(2.0)
+                peer.settimeout(2.0 if step else SECONDS)
                 try:
                     say(got=peer.recv(1).decode())
                 except TimeoutError:

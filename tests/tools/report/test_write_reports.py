@@ -135,7 +135,7 @@ def test_a_long_run_has_its_last_steps_and_takes_seconds(tmp_path: Path) -> None
     folder = fake_run(tmp_path / "run", 2, passed=True, steps=400)
     began = time.process_time()
     markdown, _ = reports_of(folder)
-    assert time.process_time() - began < 5, "CPU seconds; a pass over all events for each of them takes a minute"
+    assert time.process_time() - began < 20, "CPU seconds; a pass over all events for each of them takes a minute"
     assert f"The first {400 - MOST_ROWS} rows are left out" in markdown and "| 399 | " in markdown
 
 

@@ -1,8 +1,9 @@
 """A stand-in for a rank, without torch: speaks to its watchdog through the real WatchdogObserver, and does as it is told.
 
 Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, meet (all ranks), child (start a
-process that would outlive us, and so would its file in /dev/shm), scratch (make the folder for temporary files), raise:TEXT, kill:SIGNAL, exit:CODE, mistake, wait:SECONDS,
-flush (until the other hosts have been told where we are), hang, bye.
+process that would outlive us, and so would its file in /dev/shm), scratch (make the folder for temporary files),
+leave:PHASE, raise:TEXT, kill:SIGNAL, exit:CODE, wait:SECONDS, until:NAME (until the folder has this file), flush (until the other
+hosts have been told where we are), hang, bye.
 """
 
 import dataclasses
@@ -81,6 +82,9 @@ def main() -> None:
             client.flush()
         elif name == "wait":
             time.sleep(float(argument))
+        elif name == "until":
+            while not (folder / argument).exists():
+                time.sleep(0.01)
         elif name == "hang":
             (folder / f"hangs-{rank}").touch()
             time.sleep(600)

@@ -13,7 +13,7 @@ from tests.tools.report.fake_run import fake_run
 
 def test_a_run_that_failed_is_reported(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 2)
-    report_failed_run(folder)
+    report_failed_run(folder, seconds=120)
     assert (folder / "report.md").is_file() and (folder / "report.html").is_file()
     assert not (folder / NO_REPORT).exists()
 
@@ -26,7 +26,7 @@ def test_a_report_that_fails_leaves_its_reason(tmp_path: Path, capfd: pytest.Cap
         f"`python launch/report.py {folder}` writes the reports.\n"
     )
     (folder / "config.toml").write_text("[model")
-    report_failed_run(folder)
+    report_failed_run(folder, seconds=120)
     assert "config.toml" in (folder / NO_REPORT).read_text().splitlines()[0]
     assert capfd.readouterr() == ("", "")
 

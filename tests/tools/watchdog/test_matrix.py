@@ -22,7 +22,7 @@ ALL_REDUCES = "tests/tools/watchdog/phases_with_gloo.py"
 SMALL_DISK = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=16m,mode=700 none "$0" && exec "$@"']
 """Runs a command with a small disk mounted at a folder, for the command alone."""
 DEADLINE_SECONDS = 3
-END_SECONDS = 15
+END_SECONDS = 60
 """From the fault, or the deadline that it makes others pass, to the end of everything."""
 SOME_PHASES = (
     *(MEET, RUN, "inputs", "start_engine", "build_trainer", "resume_weights", "sync", "generate", "old_log_probs"),
@@ -55,7 +55,7 @@ def test_a_fault_ends_the_run_in_time_and_is_named(tmp_path: Path, kind: str, ph
     job.start()
     at = expected_place(phase)
     if kind == "slow":
-        assert job.wait(90) == 0, job.output()
+        assert job.wait(300) == 0, job.output()
         late = rf"^slow: rank 1 came [3-9]\.\d s after the others on \S+ to {phase} of step 1$"
         assert phase not in STEP_PHASES or re.search(late, job.output(), re.M), job.output()
         return
@@ -69,7 +69,8 @@ def test_a_fault_ends_the_run_in_time_and_is_named(tmp_path: Path, kind: str, ph
         "full-disk": rf"rank [01] on \S+ failed {at} at .*: OSError: \[Errno 28\] No space left on device",
     }
     end = check_end(job, verdict=named[kind])
-    assert set(kept_codes(job)) <= {124 if deadline else 1}
+    has_folder = kind != "full-disk" and phase != MEET  # that we can see; a run makes it once its ranks have met
+    assert set(kept_codes(job)) == ({124 if deadline else 1} if has_folder else set())
     for fault in (event for event in job.events(1) if event["event"] == "injected"):
         assert end - fault["time"] < deadline + END_SECONDS
 
