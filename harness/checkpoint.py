@@ -43,7 +43,7 @@ from harness.config.checkpoint_folder import (
     shard_of,
 )
 from harness.config.layers import ConfigError, shown, to_redacted_toml
-from harness.config.run_folder import CONFIG, FOLDER_MODE
+from harness.config.run_folder import CONFIG, FOLDER_MODE, make_private
 from harness.config.schema import Config
 from harness.runtime.events import EventLog
 from harness.trainer.actor import Actor
@@ -87,7 +87,7 @@ def lock_folder(config: Config) -> int | None:
     if config.checkpoint.every and config.checkpoint.folder and dist.get_rank() == 0:
         folder = Path(config.checkpoint.folder).resolve()
         try:
-            folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            make_private(folder)
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,7 +101,7 @@ def lock_folder(config: Config) -> int | None:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Checkpoints:
-    """The checkpoints of one run. Every method is a collective call of all ranks."""
+    """The checkpoints of one run. Saving and resuming are collective calls of all ranks."""
 
     config: Config
     events: EventLog

@@ -27,8 +27,9 @@ class Observer:
 
     A run calls its observers in the order in which they were given and waits for each call to return, so an observer
     may delay the rank or end it. The calls come in this order: launched, phase_begins and phase_ends or phase_fails, met,
-    built, measured, then one of passed and failed, then finished. A rank that is killed makes no more calls. An exception in
-    launched, phase_begins, met, built or passed ends the run.
+    built, measured, and at the end: passed, then finished, for a run that passed; finished alone for a user's mistake or a run
+    that SIGTERM has stopped; failed alone for any other failure, which ends the process at once. A rank that is killed makes
+    no more calls. An exception in launched, phase_begins, met, built or passed ends the run.
     """
 
     def launched(self, config: Config, launch: Launch) -> None:

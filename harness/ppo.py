@@ -45,7 +45,8 @@ from harness.weights.verification.verification import Verification
 
 @dataclass(kw_only=True, slots=True)
 class Ppo:
-    """All parts of a run on one rank. Every method is a collective call of all ranks.
+    """All parts of a run on one rank. Methods are collective calls of all ranks, but for engine_prompts and show_sample;
+    `responses` is one of the engine's ranks.
 
     With rollout.load there is no engine: engine, memory, sync and verification are None. With rollout.only there is no
     trainer: actor, sync and verification are None.
@@ -100,9 +101,7 @@ class Ppo:
                 self.engine.seed(self.config.run.seed * 1_000_003 + index * 1009 + engine)
                 batch = self.generate(index, str(index) if self.sync else None)
             self.first_token_at = self.first_token_at or clock.now()
-            if self.config.validation.is_due(index, self.config.run.steps):
-                with self.events.phase("validate", index, "the engine's responses to the validation set"):
-                    self.validate(index)
+            self.validate(index)
             if self.verification:
                 self.verification.find_copies(index)
             if self.actor:
@@ -199,12 +198,15 @@ class Ppo:
         return prompts, responses, [self.reward(text, prompt.row) for text, prompt in zip(texts, prompts, strict=True)]
 
     def validate(self, index: int) -> None:
-        """Measure the mean reward on the validation set, with the weights after `index` updates.
+        """Measure the mean reward on the validation set with the weights after `index` updates, if it is due then.
 
-        It leaves training as it is: greedy responses draw no random number, and the next sync flushes their prefixes.
+        It leaves training as it is: each step seeds the engine anew, and the next sync flushes the prefixes.
         """
+        if not self.config.validation.is_due(index, self.config.run.steps):
+            return
         mine = self.validation_prompts[self.dims.coordinates(self.world.rank).dp :: self.dims.dp]
-        found = validation_metrics(*self.responses(mine, {"temperature": self.config.validation.temperature}))
+        with self.events.phase("validate", index, "the engine's responses to the validation set"):
+            found = validation_metrics(*self.responses(mine, {"temperature": self.config.validation.temperature}))
         self.validations[index] = found
         shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items() if name.startswith("accuracy"))
         self.events.say(f"validation after {index} updates, {found['rows']} rows: {shown}")

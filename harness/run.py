@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
+from harness.cluster.network import NetworkError
 from harness.cluster.placement import place
 from harness.cluster.world import (
     Launch,
@@ -35,7 +36,7 @@ from harness.cluster.world import (
     own_location,
 )
 from harness.config.layers import ConfigError
-from harness.config.run_folder import EVENTS, FOLDER_MODE, make_run_folder, open_to_others, write_config
+from harness.config.run_folder import EVENTS, make_private, make_run_folder, open_to_others, write_config
 from harness.config.schema import Config
 from harness.observer import Observer, Observers, RunContext
 from harness.runtime import clock
@@ -71,7 +72,7 @@ def run(
     servers: what forks the processes of the engine that this rank builds (rollout/early_start.py).
     engine_class: called in place of VerlEngine, with the same arguments.
 
-    Return an exit code if the ranks never meet; once they have met, end the process with it.
+    Return an exit code if this rank sees a mistake before it meets the others; otherwise end the process with the code.
     """
     launched, entered = _launched_at(), clock.now()
     try:
@@ -122,12 +123,12 @@ def run(
                 context.events.span("imports of this process", started, entered)
                 context.events.span("meeting", began_to_meet, clock.now())
                 observer.met(context)
-                place(context.dims, world.locations, world.device_type)  # raises ValueError for an impossible placement
-            except (ValueError, UnsupportedEnvironment) as error:
-                code = report_user_error(error, world.rank)
+                check_placement(context)
+            except (ConfigError, UnsupportedEnvironment) as error:
+                code = report_user_error(error, world.rank, alone=True)
             else:
                 code = _run_job(job, context)
-    except WorldError as error:  # on every rank
+    except (WorldError, NetworkError) as error:  # on every rank
         code = report_user_error(error, launch.rank)
     except Exception as error:  # the ranks did not meet, or one of them ended before all were ready
         _end_failed(launch.rank, error, observer)
@@ -135,6 +136,14 @@ def run(
     # What is left is multiprocessing's resource tracker. It would warn about files that observers have removed.
     end_processes(descendants())
     hard_exit(code)
+
+
+def check_placement(run: RunContext) -> None:
+    """Raise ConfigError, on every rank, if engines and trainer do not fit on the GPUs of the hosts."""
+    try:
+        place(run.dims, run.world.locations, run.world.device_type)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _prepare_environment(config: Config, device: torch.device) -> Sequence[str]:
@@ -170,7 +179,7 @@ def _make_run_folder(config: Config) -> Path:
     folder, problem = all_gather((folder, problem))[0]
     if folder:
         try:
-            Path(folder).mkdir(FOLDER_MODE, parents=True, exist_ok=True)  # this host may not share rank 0's disk
+            make_private(Path(folder))  # this host may not share rank 0's disk
             if why := open_to_others(Path(folder)):
                 problem = f"cannot be used on rank {dist.get_rank()}: {why}; give another folder"
         except OSError as error:

@@ -53,6 +53,9 @@ def train(run: RunContext) -> str:
         final = ppo.final_check(steps)
         record_validation(run, ppo, record, steps)
         run.observer.measured(record.finish({"step": steps} | final, gather_phases(run.events, steps)))
+    elif ppo.engine:
+        ppo.validate(steps)
+        record_validation(run, ppo, record, steps)
     # Not in a `finally`: it is a collective call, and a rank that failed alone would wait in it for the others.
     shut_down(ppo)
     if lock is not None:

@@ -18,12 +18,9 @@ import _checkout
 
 _checkout.use()
 
-from harness.rollout.early_start import start_early
-from harness.runtime import kernel_caches
-from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
-from harness.runtime.fork_server import collecting_nothing
-from harness.tools import preflight
-from harness.tools.command_line import parse, read_known_options, refuse_plan_options
+from harness.runtime.errors import rank_in, report_user_error
+from harness.tools.command_line import exit_with, parse, read_known_options, refuse_plan_options
+from harness.tools.start_job import start_job
 
 
 @dataclass(kw_only=True)
@@ -44,26 +41,8 @@ def main(arguments: list[str]) -> int:
             raise ValueError("rollout.load and rollout.only run half of what is to be compared; leave them out.")
     except ValueError as error:
         return report_user_error(error, rank)
-    try:
-        preflight.check_rank(command.config, "launch/mismatch.py", arguments, os.environ)
-    except (ValueError, UnsupportedEnvironment) as error:
-        return report_user_error(error, rank=0)
-    os.environ.update(kernel_caches.variables(os.environ))
-    servers = start_early(command.config, preflight.device_of(command.config), os.environ)
-    with collecting_nothing():
-        from harness.run import run
-        from harness.tools.observers import standard_observers
-        from harness.tools.rewards.more_rewards import rewards_of
-
-    config = command.config
-    return run(
-        config,
-        standard_observers(config),
-        "harness.tools.mismatch.job:find_mismatch",
-        rewards=rewards_of(config),
-        servers=servers,
-    )
+    return start_job(command.config, "launch/mismatch.py", arguments, "harness.tools.mismatch.job:find_mismatch")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main, sys.argv[1:])

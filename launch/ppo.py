@@ -20,12 +20,10 @@ _checkout.use()
 
 from harness.config.layers import ConfigError
 from harness.config.run_folder import check_run_folder
-from harness.rollout.early_start import start_early
-from harness.runtime import kernel_caches
 from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
-from harness.runtime.fork_server import collecting_nothing
 from harness.tools import preflight
 from harness.tools.command_line import Command, exit_with, parse, print_help
+from harness.tools.start_job import start_job
 
 PLAN_OPTIONS = ("--nnodes", "--nproc-per-node")
 """torchrun has them too."""
@@ -57,19 +55,7 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(f"{of_plan[0]} is for --dry-run and --check; add one of these, or give it to torchrun.")
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank)
-    try:
-        preflight.check_rank(command.config, "launch/ppo.py", arguments, os.environ)
-    except (ValueError, UnsupportedEnvironment) as error:  # only the first rank of each host looks
-        return report_user_error(error, rank=0)
-    os.environ.update(kernel_caches.variables(os.environ))
-    servers = start_early(command.config, preflight.device_of(command.config), os.environ)
-    with collecting_nothing():
-        from harness.run import run
-        from harness.tools.observers import standard_observers
-        from harness.tools.rewards.more_rewards import rewards_of
-
-    config = command.config
-    return run(config, standard_observers(config), rewards=rewards_of(config), servers=servers)
+    return start_job(command.config, "launch/ppo.py", arguments, "harness.train:train")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,9 @@ import _checkout
 _checkout.use()
 
 from harness.observer import RunContext
-from harness.rollout.early_start import start_early
-from harness.runtime import kernel_caches
-from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
-from harness.runtime.fork_server import collecting_nothing
-from harness.tools import preflight
-from harness.tools.command_line import parse, read_known_options, refuse_plan_options
+from harness.runtime.errors import rank_in, report_user_error
+from harness.tools.command_line import exit_with, parse, read_known_options, refuse_plan_options
+from harness.tools.start_job import start_job
 
 
 @dataclass(kw_only=True)
@@ -58,24 +55,14 @@ def main(arguments: list[str]) -> int:
             raise ValueError("rollout.load and rollout.only leave half a step; leave them out to time a whole one.")
     except ValueError as error:
         return report_user_error(error, rank)
-    try:
-        preflight.check_rank(config, "launch/step_bench.py", arguments, os.environ)
-    except (ValueError, UnsupportedEnvironment) as error:
-        return report_user_error(error, rank=0)
-    os.environ.update(kernel_caches.variables(os.environ))
-    servers = start_early(config, preflight.device_of(config), os.environ)
-    with collecting_nothing():
-        from harness.run import run
-        from harness.tools.observers import standard_observers
-        from harness.tools.rewards.more_rewards import rewards_of
 
     def job(context: RunContext) -> str:
         from harness.tools.step_bench.bench import StepBench  # imports transformers, so only now
 
         return StepBench(repeats=options.repeats, prompt_tokens=options.prompt_tokens, json=options.json)(context)
 
-    return run(config, standard_observers(config), job, rewards=rewards_of(config), servers=servers)
+    return start_job(config, "launch/step_bench.py", arguments, job)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main, sys.argv[1:])

@@ -21,12 +21,9 @@ _checkout.use()
 from harness.config.resolve import SYNC_SECTIONS
 from harness.config.schema import TransportName
 from harness.observer import RunContext
-from harness.rollout.early_start import start_early
-from harness.runtime import kernel_caches
-from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
-from harness.runtime.fork_server import collecting_nothing
-from harness.tools import preflight
-from harness.tools.command_line import parse, read_known_options, refuse_plan_options
+from harness.runtime.errors import rank_in, report_user_error
+from harness.tools.command_line import exit_with, parse, read_known_options, refuse_plan_options
+from harness.tools.start_job import start_job
 
 
 @dataclass(kw_only=True)
@@ -56,16 +53,6 @@ def main(arguments: list[str]) -> int:
         refuse_plan_options(command.options)
     except ValueError as error:
         return report_user_error(error, rank)
-    try:
-        preflight.check_rank(command.config, "launch/sync.py", arguments, os.environ, SYNC_SECTIONS)
-    except (ValueError, UnsupportedEnvironment) as error:
-        return report_user_error(error, rank=0)
-    os.environ.update(kernel_caches.variables(os.environ))
-    servers = start_early(command.config, preflight.device_of(command.config), os.environ)
-    with collecting_nothing():
-        from harness.run import run
-        from harness.tools.observers import standard_observers
-        from harness.tools.rewards.more_rewards import rewards_of
 
     def job(context: RunContext) -> str:
         from harness.tools.sync.job import SyncJob  # imports transformers, so only now
@@ -77,9 +64,8 @@ def main(arguments: list[str]) -> int:
             repeats=options.repeats,
         )(context)
 
-    config = command.config
-    return run(config, standard_observers(config), job, rewards=rewards_of(config), servers=servers)
+    return start_job(command.config, "launch/sync.py", arguments, job, SYNC_SECTIONS)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main, sys.argv[1:])

@@ -99,19 +99,25 @@ def choose(wanted: str, variable: str, interfaces: Interfaces, route: str, reach
 def agree(store: "Store", rank: int, world_size: int, identity: str, wanted: str) -> dict[str, HostAddress]:
     """Return every host's address, by identity, in the order of their first ranks. A collective call of all ranks.
 
-    store: open on every rank and used for nothing else. Raise NetworkError on the ranks where network.interface does not
-    fit, and TimeoutError if ranks are missing.
+    store: open on every rank and used for nothing else. Raise NetworkError, on every rank, if network.interface does not
+    fit on some, and TimeoutError if ranks are missing.
     """
     route, master = route_to_master(os.environ)
     store.set(f"route/{rank}", json.dumps([identity, master]))
     routes = [json.loads(value) for value in of_all(store, "route", world_size)]
     reached = [address for other, address in routes if other != identity]
     variable = os.environ.get(INTERFACE_VARIABLE, "")
-    own = choose(wanted, variable, own_interfaces(), route, list(dict.fromkeys(reached)))
-    store.set(f"address/{rank}", json.dumps(asdict(own)))
+    try:
+        chosen = choose(wanted, variable, own_interfaces(), route, list(dict.fromkeys(reached)))
+        store.set(f"address/{rank}", json.dumps(asdict(chosen)))
+    except NetworkError as error:
+        store.set(f"address/{rank}", json.dumps(str(error)))
     hosts: dict[str, HostAddress] = {}
-    for (host, _), address in zip(routes, of_all(store, "address", world_size), strict=True):
-        hosts.setdefault(host, HostAddress(**json.loads(address)))
+    for other, ((host, _), value) in enumerate(zip(routes, of_all(store, "address", world_size), strict=True)):
+        found = json.loads(value)
+        if isinstance(found, str):
+            raise NetworkError(f"rank {other}: {found}")
+        hosts.setdefault(host, HostAddress(**found))
     return hosts
 
 

@@ -41,6 +41,8 @@ def choose_transport(config: Config) -> tuple[TransportName, str]:
         return asked, "set in the config"
     if not config.parallel.colocate:
         return "distributed", "auto: parallel.colocate is false"
+    if config.parallel.pp > 1:
+        return "bucket", "auto: SGLang's own load_weights, called in each pipeline stage"
     return "bucket", "auto: SGLang's own update call"
 
 

@@ -135,7 +135,10 @@ def _indivisible(sizes: _Sizes, config: Config) -> Iterator[tuple[str, str]]:
 def _experts(sizes: _Sizes, config: Config, device: Device | None) -> Iterator[Wrong]:
     experts, chosen, width = sizes[EXPERTS], sizes["num_experts_per_tok"], sizes["moe_intermediate_size"]
     if config.rollout.routing != "off" and not (experts and chosen):
-        yield Wrong("rollout.routing", 'the model has no experts to choose from; use "off"')
+        yield Wrong(
+            "rollout.routing",
+            'the model has no experts, or no num_experts_per_tok, which SGLang needs to report them; use "off"',
+        )
     tp, arguments = config.parallel.tp, config.engine.args
     if experts and chosen and chosen > experts:
         key = next((each for each in config.model.overrides if each in ("num_experts_per_tok", *EXPERTS.split())), "")

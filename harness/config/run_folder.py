@@ -28,10 +28,7 @@ def make_run_folder(given: str, now: datetime | None = None) -> str | None:
     for number in itertools.count(1):
         suffix = f"-{number}" if number > 1 else ""
         folder = Path(given or f"runs/{now or datetime.now():%Y%m%d-%H%M%S}{suffix}").resolve()
-        # Each by itself: with parents=True the folders above it would get the mode that the umask leaves.
-        for missing in reversed([each for each in folder.parents if not each.exists()]):
-            missing.mkdir(FOLDER_MODE, exist_ok=True)
-        folder.mkdir(FOLDER_MODE, exist_ok=True)
+        make_private(folder)
         if why := open_to_others(folder):
             raise PermissionError(errno.EPERM, why, str(folder))
         with suppress(FileExistsError):
@@ -40,6 +37,13 @@ def make_run_folder(given: str, now: datetime | None = None) -> str | None:
         if given:
             break
     return None
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone. One that exists stays as it is."""
+    # Each by itself: with parents=True the folders above it would get the mode that the umask leaves.
+    for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+        missing.mkdir(FOLDER_MODE, exist_ok=True)
 
 
 def open_to_others(folder: Path) -> str:

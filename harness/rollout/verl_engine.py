@@ -108,9 +108,9 @@ class VerlEngine:
         models = 2 if sends_mtp_layer(self.engine_args) else 1
         self._channel = SchedulerChannel(self.group, self._send, self.log, models)
         self._prepare_process()
-        # Only the rank that builds this host's engine has one.
-        self._host = HostEngine(self.log, base_port, on_death) if self.is_builder else None
+        self._host: HostEngine | None = None
         try:
+            self._host = self._prepare_host(base_port, on_death)
             self._start(servers)
         finally:
             for server in servers:
@@ -127,6 +127,22 @@ class VerlEngine:
         key = self.group.broadcast(bytes(multiprocessing.current_process().authkey))
         multiprocessing.current_process().authkey = key
 
+    def _prepare_host(self, base_port: int, on_death: Callable[[str], None] | None) -> HostEngine | None:
+        """Return what builds this host's engine, on the rank that builds it; None on the others."""
+        host, failure = None, None
+        if self.is_builder:
+            try:
+                host = HostEngine(self.log, base_port, on_death)
+            except Exception as error:
+                failure = error
+        try:
+            self._raise_failures(failure)
+        except EngineFailed:
+            if host:
+                host.stop()
+            raise
+        return host
+
     def _start(self, servers: Sequence[ForkServer]) -> None:
         failure: Exception | None = None
         own = f"{bracketed(self._own_address())}:{self._host.ports.dist_init_port}" if self._host else None
@@ -137,7 +153,10 @@ class VerlEngine:
                 self._host.start(arguments, self._environment(), servers, serves=self.is_head)
             except Exception as error:
                 failure = error
-        give_up = self._host.fail if self._host and self.nnodes > 1 else None
+        self._raise_failures(failure, self._host.fail if self._host and self.nnodes > 1 else None)
+
+    def _raise_failures(self, failure: Exception | None, give_up: Callable[[str], None] | None = None) -> None:
+        """Raise EngineFailed on every rank if one has a failure. give_up: see gather_failures."""
         for rank, message in gather_failures(self.group, failure, give_up).items():
             if message:
                 raise EngineFailed(f"engine start failed on rank {rank}: {message}") from failure
@@ -323,6 +342,7 @@ class VerlEngine:
 
     def seed(self, number: int) -> None:
         """Make the responses from here on depend on this number alone. Pass the same number on all ranks."""
+        self._become_idle()  # a batch that is still computed would draw random numbers after it
         with self.weight_update():
             self.ask(seed_sampling, number)
 

@@ -52,10 +52,13 @@ class Console:
 
 
 class Gauge(Protocol):
-    """Measures memory. `begin` is called when a phase starts, `end` when it ends, which returns the figures. Phases nest."""
+    """Measures memory. `begin` is called when a phase starts, `end` when it ends, which returns the figures, and `give_up`
+    when it fails. Phases nest.
+    """
 
     def begin(self) -> None: ...
     def end(self) -> dict[str, int]: ...
+    def give_up(self) -> None: ...
 
 
 class Watcher(Protocol):
@@ -131,6 +134,8 @@ class EventLog:
         except BaseException as error:
             with suppress(OSError):  # on a full disk the first failure must be raised
                 self.fact("phase_failed", phase=name, step=step, error=f"{type(error).__name__}: {error}")
+            if self.gauge:
+                self.gauge.give_up()
             if self.watcher:
                 self.watcher.phase_fails(name, step)
             raise

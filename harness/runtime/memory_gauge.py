@@ -59,6 +59,12 @@ class MemoryGauge:
             "total": total,
         }
 
+    def give_up(self) -> None:
+        """Forget the phase that began last, because it failed."""
+        if self._open:
+            self._note_peak()
+            self._open.pop()
+
     def _note_peak(self) -> None:
         for phase in self._open:
             phase["peak"] = max(phase["peak"], torch.cuda.max_memory_allocated(self.device))

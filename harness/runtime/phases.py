@@ -5,7 +5,7 @@ MEET = "meet"
 RUN = "run"
 """The whole job; all other phases are inside it."""
 
-_ENGINE = (
+_START = (
     "inputs", "quantize_model", "import_sglang", "start_engine", "first_release", "build_trainer", "load_baseline",
     "load_checkpoint",
 )  # fmt: skip
@@ -24,7 +24,7 @@ STEP_PHASES = (*_STEP, *(f"verify_{part}" for part in _VERIFY))
 """Phases that belong to a step."""
 
 PHASES = (
-    *(MEET, RUN, *_ENGINE, *_STEP, *(f"verify_{part}" for part in _VERIFY)),
+    *(MEET, RUN, *_START, *_STEP, *(f"verify_{part}" for part in _VERIFY)),
     *("find_suspects", "save_checkpoint", *_SYNC_JOB, *_MISMATCH_JOB, "shutdown"),
 )
 

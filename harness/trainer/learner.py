@@ -109,14 +109,20 @@ class Learner(ShardedModel):
         The generator, on the CPU, must have the same state on every rank: it draws the minibatches from the sequences of all
         ranks, so that one seed gives the same minibatches at any world size. All batches must have the same number of sequences.
         Return metrics, the same on every rank: means weighted by tokens; loss and grad_norm are means over optimizer steps, and
-        learning_rate, and loss_scale in float16, are those of the last step.
+        learning_rate, and loss_scale in float16, are those of the last step. A minibatch without a response token that counts
+        makes no optimizer step. Raise ValueError if there is no other.
         """
         sequences = len(batch) * self.mesh.size()
-        steps = [
+        made = (
             self.step(batch, rows.tolist())
             for _ in range(self.updates.ppo_epochs)
             for rows in torch.randperm(sequences, generator=generator).split(self.updates.minibatch_size)
-        ]
+        )
+        if not (steps := [step for step in made if step]):
+            raise ValueError(
+                "the batch must have at least 1 response token over all ranks, got 0; if rollout.truncated = "
+                '"mask" left none, raise rollout.max_response_tokens; if all were aborted, see the engine\'s log'
+            )
         tokens = sum(step["tokens"] for step in steps)
         metrics = {
             name: sum(step[name] * step["tokens"] for step in steps) / tokens
@@ -125,26 +131,23 @@ class Learner(ShardedModel):
         }
         for name in ("loss", "grad_norm"):
             metrics[name] = sum(step[name] for step in steps) / len(steps)
-        of_last_step: tuple[str, ...] = ("learning_rate", "loss_scale")
-        last = {name: steps[-1][name] for name in of_last_step if name in steps[-1]}
-        return {**metrics, "optimizer_steps": float(len(steps)), **last}
+        metrics["optimizer_steps"] = float(len(steps))
+        return metrics | {name: value for name, value in steps[-1].items() if name in ("learning_rate", "loss_scale")}
 
     def step(self, batch: Batch, rows: Sequence[int] | None = None) -> dict[str, float]:
         """Take one optimizer step on these rows of all ranks' batches (None: all). A collective call.
 
-        Return metrics, and `tokens`, the response tokens that counted. Every microbatch's gradient is reduced at once, so that no
-        rank holds an unsharded gradient; the price is one reduce-scatter for each microbatch. Raise ValueError if no rank has a
-        response token, FloatingPointError if the gradient is not finite. The model is then as before. In float16 the backward
-        is first run again with smaller loss scales, because a gradient that overflows is finite with one of them.
+        Return metrics, and `tokens`, the response tokens that counted. If no rank has any, take no step and return nothing.
+        Every microbatch's gradient is reduced at once, so that no rank holds an unsharded gradient; the price is one
+        reduce-scatter for each microbatch. Raise FloatingPointError if the gradient is not finite. The model is then as before.
+        In float16 the backward is first run again with smaller loss scales, because a gradient that overflows is finite with one
+        of them.
         """
         packed = self.config.model.packed
         microbatches = make_microbatches(batch, self.mesh, self.device, self.updates, packed, rows).parts
         counts = Counts(*all_sum(sum_of_counts(microbatches), self.group).tolist())
         if counts.tokens == 0:
-            raise ValueError(
-                "the minibatch must have at least 1 response token over all ranks, got 0; if rollout.truncated ="
-                ' "mask" left none, raise rollout.max_response_tokens; if all were aborted, see the engine\'s log'
-            )
+            return {}
         while True:
             share_of_loss, sums = self.backward(microbatches, counts)
             loss = float(all_sum(share_of_loss, self.group))

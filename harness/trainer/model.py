@@ -97,7 +97,7 @@ def build_on_meta(
     factory = AutoModel if value_head else AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
         backbone: Any = factory.from_config(config, attn_implementation=attention, dtype=dtype)
-        model: Any = ValueModel(backbone, config.hidden_size, dtype) if value_head else backbone
+        model: Any = ValueModel(backbone, config.get_text_config().hidden_size, dtype) if value_head else backbone
     if not value_head:
         model.tie_weights()  # building on the meta device has untied them
     if gradient_checkpointing:
@@ -258,9 +258,10 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str | None = None) -> None:
     """Fill this rank's shards of every named tensor, or of the one called `only`, with normal values drawn from seed.
 
-    Matrices have std initializer_range, norms mean 1 and std 0.1, biases std 0.1: no tensor is at a default value, so one that
+    Matrices have std initializer_range (0.02 if the config has none), norms mean 1 and std 0.1, biases std 0.1: no tensor is at a default value, so one that
     does not arrive in the engine shows. The values of a whole tensor do not depend on the number of ranks.
     """
+    sizes = config.get_text_config()
     for name, tensor in named_tensors(model):
         if only not in (None, name):
             continue
@@ -273,7 +274,7 @@ def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str
             )
             local.copy_(whole[first_row : first_row + local.shape[0]])
             continue
-        std = (config.hidden_size + 1) ** -0.5 if name == VALUE_HEAD else config.initializer_range
+        std = (sizes.hidden_size + 1) ** -0.5 if name == VALUE_HEAD else getattr(sizes, "initializer_range", 0.02)
         for start, block in random_rows(tensor.shape, first_row, local.shape[0], key, local.device):
             local[start : start + len(block)] = block * std
 

@@ -24,7 +24,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 NOT_RECORDED = -1
 
 
-class RoutingNotSeen(RuntimeError):
+class RoutingNotSeen(ConfigError):
     """The model chooses its experts in a way that is not watched here."""
 
 
@@ -36,7 +36,9 @@ def routed_shape(model_path: str) -> tuple[int, int]:
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)
     if not chosen:
-        raise ConfigError(f'{model_path} has no experts to choose from; set rollout.routing = "off"')
+        raise ConfigError(
+            f'{model_path} has no experts, or no num_experts_per_tok in its config, which SGLang needs to report them; set rollout.routing = "off"'
+        )
     return config.num_hidden_layers, chosen
 
 

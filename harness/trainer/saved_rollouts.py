@@ -14,7 +14,7 @@ from harness.config.layers import shown
 from harness.config.schema import Config, Rollout
 from harness.trainer.batch import Batch
 
-LEARNERS = ("truncated", "save", "load", "only", "routing")
+NOT_SAVED_KEYS = ("truncated", "save", "load", "only", "routing")
 """Keys of [rollout] that do not change what is saved; those of [task], and the others of [rollout], do."""
 OTHER_KEYS = (
     "run.seed", "parallel.dp", "parallel.tp", "parallel.pp", "parallel.rank_order", "model.name", "model.overrides",
@@ -42,7 +42,7 @@ class SavedRollouts:
     def of(cls, config: Config, rank: int) -> "SavedRollouts | None":
         """Return the folder that rollout.load, or else rollout.save, names; None if neither does."""
         keys = [*OTHER_KEYS, *(f"task.{each.name}" for each in fields(config.task))]
-        keys += [f"rollout.{each.name}" for each in fields(config.rollout) if each.name not in LEARNERS]
+        keys += [f"rollout.{each.name}" for each in fields(config.rollout) if each.name not in NOT_SAVED_KEYS]
         folder = config.rollout.load or config.rollout.save
         made_for = {key: shown(attrgetter(key)(config)) for key in keys}
         return cls(Path(folder), rank, made_for, config.rollout.routing) if folder else None
@@ -57,9 +57,10 @@ class SavedRollouts:
         Delete this rank's files of later steps, which a run that ended after its last checkpoint may have left.
         """
         file = self.file(step)
-        for later in self.folder.glob(f"step*-rank{self.rank:04}.safetensors"):
-            if later.name > file.name:
-                later.unlink()
+        for other in self.folder.glob(f"step*-rank{self.rank:04}.safetensors"):
+            number = other.name.removeprefix("step").partition("-")[0]
+            if number.isdecimal() and int(number) > step:
+                other.unlink()
         part = file.with_suffix(".part")
         save_file({name: tensor.contiguous() for name, tensor in batch.tensors().items()}, part, metadata=self.made_for)
         os.replace(part, file)

@@ -34,7 +34,10 @@ class Transport(Protocol):
 
 
 class TensorTransport:
-    """SGLang's own update call for each bucket. Every rank sends its copy to the TP rank next to it."""
+    """SGLang's own update call for each bucket. Every rank sends its copy to the TP rank next to it.
+
+    With several pipeline stages that call cannot be used; VerlEngine calls the model's load_weights in each scheduler then.
+    """
 
     def __init__(self, engine: RolloutEngine, load_format: Literal["flattened_bucket"] | None) -> None:
         """load_format: None sends named tensors, "flattened_bucket" one buffer."""

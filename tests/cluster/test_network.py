@@ -98,6 +98,19 @@ def test_of_two_addresses_of_an_interface_the_one_that_was_agreed_on_counts(
     assert own_address(environment) == expected
 
 
+def test_an_interface_that_another_host_lacks_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    store = dist.HashStore()
+    for rank in (0, 1):
+        store.set(f"route/{rank}", '["host/a/n", "127.0.0.1"]')
+    with pytest.raises(NetworkError, match="rank 0: network.interface = nosuch0"):
+        store.set("address/1", "{}")
+        agree(store, 0, 2, "host/a/n", "nosuch0")
+    with pytest.raises(NetworkError, match="rank 0: network.interface = nosuch0"):
+        agree(store, 1, 2, "host/a/n", "lo")
+
+
 def test_ranks_agree_on_every_hosts_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")

@@ -132,7 +132,7 @@ def test_a_release_that_does_not_tell_its_experts_is_unsupported(device: Any, la
 
 def test_routing_needs_a_model_with_experts() -> None:
     facts = Facts(model={"model_type": "qwen2"}, model_types=["qwen2"])
-    with pytest.raises(ConfigError, match=r"the model has no experts to choose from; use .off."):
+    with pytest.raises(ConfigError, match=r"the model has no experts, or no num_experts_per_tok, .*; use .off."):
         resolve(config_of("--model.name x/y --rollout.routing replay"), facts)
 
 

@@ -19,19 +19,59 @@ raise SystemExit(run(Config()))
 """
 
 
-@pytest.mark.slow
-def test_the_default_config_passes_on_two_ranks(tmp_path: Path) -> None:
-    (tmp_path / "plain.py").write_text(SCRIPT)
+BAD_INTERFACE = SCRIPT.replace("Config()", "Config(network=Network(interface='nosuch0'))").replace(
+    "import Config", "import Config, Network"
+)
+BAD_OBSERVER = """\
+import os
+
+from harness.config.schema import Config
+from harness.observer import Observer
+from harness.run import run
+
+
+class Broken(Observer):
+    def met(self, run):
+        if run.world.rank:
+            raise ValueError("no such number")
+
+
+raise SystemExit(run(Config(), [Broken()]))
+"""
+
+
+def on_two_ranks(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "plain.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, f"--master-port={free_port()}", "plain.py"],
-        cwd=tmp_path,
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=400,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (BAD_INTERFACE, "error: rank 0: network.interface = nosuch0"),
+        (BAD_OBSERVER, "rank 1 FAILED: ValueError: no such number"),
+    ],
+    ids=["interface", "observer"],
+)
+def test_what_ends_a_run_as_its_ranks_meet_is_said(script: str, said: str, tmp_path: Path) -> None:
+    done = on_two_ranks(script, tmp_path)
+    assert done.returncode == 1 and said in done.stdout, done.stdout[-4000:]
+    assert (script == BAD_OBSERVER) == ("Traceback" in done.stdout.partition("torch/distributed")[0])
+
+
+@pytest.mark.slow
+def test_the_default_config_passes_on_two_ranks(tmp_path: Path) -> None:
+    done = on_two_ranks(SCRIPT, tmp_path)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "PASSED: 3 PPO steps; 4 weight syncs" in done.stdout
     (folder,) = (tmp_path / "runs").iterdir()

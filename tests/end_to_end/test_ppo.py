@@ -157,6 +157,7 @@ def test_the_engine_alone_heeds_stops_and_learns_nothing(tmp_path: Path) -> None
     steps = [step for step in job.metrics() if "step" in step]
     assert all(step["response_tokens_mean"] < 16 and "actor/loss" not in step for step in steps) and len(steps) == 2
     assert all(step["truncated_share"] < 1 for step in steps), "some response has an e"
+    assert [row["validation/step"] for row in job.metrics() if row["kind"] == "validation"] == [0, 2]
     assert job.left_behind() == []
 
 

@@ -1,13 +1,17 @@
 """Real gloo ranks: an engine that starts on some of its ranks and not on others."""
 
+import os
 import threading
 import time
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from harness.rollout import engine_ranks
+from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.engine_ranks import Group, gather_failures
+from harness.rollout.verl_engine import VerlEngine
 from tests.cluster.gloo import on_ranks
 
 
@@ -52,3 +56,20 @@ def _all_come(rank: int) -> tuple[dict[int, str | None], bool]:
 def test_ranks_that_fail_together_do_not_give_up(tmp_path: Path) -> None:
     found = on_ranks(_all_come, 2, tmp_path)
     assert found == [({0: "ValueError: no 0", 1: "ValueError: no 1"}, False)] * 2
+
+
+def _without_ports(rank: int, folder: str) -> str:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    try:
+        VerlEngine(mesh["tp"], log_dir=Path(folder), base_port=65530, model_path=folder, device="cpu")
+    except EngineFailed as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_engine_that_gets_no_ports_fails_on_every_rank(tmp_path: Path) -> None:
+    said = on_ranks(_without_ports, 2, tmp_path, str(tmp_path))
+    assert said[0] == said[1]
+    assert said[0].startswith("engine start failed on rank 0: ValueError: engine.base_port = 65530 is too high")

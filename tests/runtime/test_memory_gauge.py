@@ -1,5 +1,6 @@
 """What the gauge reads, with and without a GPU."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,18 @@ def test_the_peak_of_reserved_memory_counts_when_a_phase_frees_the_cache(cuda: F
     inner = gauge.end()
     outer = gauge.end()
     assert (inner["reserved"], inner["peak_reserved"], outer["peak_reserved"]) == (4, 30, 30)
+
+
+def test_a_phase_that_fails_and_is_caught_leaves_the_one_around_it_as_it_is(cuda: FakeCuda, tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "rank0.jsonl", 0, "here", gauge=MemoryGauge(0, 0))
+    cuda.hold(5)
+    with log.phase("generate", 0):
+        cuda.hold(10)
+        with suppress(ValueError), log.phase("validate", 0):
+            cuda.hold(30)
+            raise ValueError
+    figures = log.step_phases[0]["generate"]
+    assert (figures["before"], figures["peak"]) == (5, 30)
 
 
 def test_the_gauge_reads_an_engine_on_another_gpu(cuda: FakeCuda) -> None:

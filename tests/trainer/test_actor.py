@@ -49,6 +49,12 @@ def test_errors_are_raised_on_every_rank_and_leave_the_model(measurements: Measu
         assert errors["weights"] == 0
 
 
+def test_a_minibatch_without_a_token_that_counts_makes_no_optimizer_step(measurements: Measurements) -> None:
+    for rank in measurements:
+        partly, minibatches = rank["errors"]["partly"], rank["errors"]["minibatches"]
+        assert 0 < partly["optimizer_steps"] < minibatches and partly["grad_norm"] > 0 and partly["learning_rate"] > 0
+
+
 def test_gradients_in_float16_are_those_of_float32_whatever_the_size_of_the_loss(measurements: Measurements) -> None:
     for rank in measurements:
         measured = rank["float16"]

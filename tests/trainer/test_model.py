@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     CLIPConfig,
     Gemma2Config,
+    Gemma3Config,
     GPT2Config,
     GptOssConfig,
     Llama4TextConfig,
@@ -19,7 +20,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from harness.trainer.model import choose_attention, decoder_layers, random_rows
+from harness.trainer.model import build_on_meta, choose_attention, decoder_layers, fill_random, random_rows
 
 Measurements = list[dict[str, Any]]
 
@@ -172,3 +173,16 @@ def test_a_model_without_a_list_of_layers_is_refused_in_one_sentence() -> None:
     model.config = Qwen2Config(num_hidden_layers=3)  # type: ignore[assignment]
     with pytest.raises(ValueError, match="Linear has no list of num_hidden_layers = 3 layers"):
         decoder_layers(model)
+
+
+def test_sizes_of_a_model_of_text_and_images_are_those_of_its_language_part() -> None:
+    """transformers' Gemma3Config has no hidden_size of its own."""
+    text = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision)
+    _, model = build_on_meta(config, torch.float32, value_head=True)
+    assert model.value_head.weight.shape == (1, 8)
+    head = torch.nn.ModuleDict({"value_head": torch.nn.Linear(8, 1, bias=False)})
+    fill_random(head, config, seed=0)
+    assert 0 < float(head["value_head"].weight.detach().abs().max()) < 2

@@ -34,6 +34,13 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["step00002-rank0001.safetensors"]
 
 
+def test_a_long_run_keeps_all_its_steps(tmp_path: Path) -> None:
+    saved = of(f"--rollout.save {tmp_path}")
+    for step in (99_999, 100_000):
+        saved.save(step, batch())
+    assert [len(saved.load(step)) for step in (99_999, 100_000)] == [2, 2]
+
+
 def test_experts_are_loaded_where_they_are_needed_and_missing_ones_are_named(tmp_path: Path) -> None:
     routed = batch().replace(routed_experts=torch.arange(2 * 3 * 4 * 2, dtype=torch.int32).view(2, 3, 4, 2))
     of(f"--rollout.save {tmp_path} --rollout.routing record").save(0, routed)

@@ -353,9 +353,14 @@ def measure_errors(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
     before = wholes(actor.model)
     result: dict[str, Any] = {
         "infinite": message(FloatingPointError, lambda: actor.step(infinite)),
-        "silent": message(ValueError, lambda: actor.step(silent)),
+        "silent": message(ValueError, lambda: actor.update(silent, torch.Generator())),
     }
     result["weights"] = furthest(before, wholes(actor.model))
+    one = torch.zeros_like(local.response_mask)
+    one[0] = local.response_mask[0]  # of each rank
+    learner = new_actor(actor.model, mesh, minibatch_size=mesh.size())
+    result["minibatches"] = len(local) * learner.updates.ppo_epochs
+    result["partly"] = learner.update(local.replace(response_mask=one), torch.Generator())
     return result
 
 

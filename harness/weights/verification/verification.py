@@ -56,7 +56,7 @@ class NoBaseline(RuntimeError):
 
 @dataclass(kw_only=True, slots=True)
 class Verification:
-    """All checks of a run's syncs on one rank. Every method is a collective call of all ranks."""
+    """All checks of a run's syncs on one rank. What asks the engine or loads weights is a collective call of all ranks."""
 
     config: Config
     world: World
