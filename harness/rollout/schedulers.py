@@ -28,7 +28,7 @@ import torch.distributed as dist
 from harness.rollout import sglang_api
 from harness.rollout.engine_errors import EngineFailed, PeerGone, SchedulerFailed
 from harness.rollout.engine_ranks import Group, together
-from harness.rollout.served_models import serve_together
+from harness.rollout.served_models import models_in, serve_together
 from harness.runtime import scratch
 from harness.runtime.processes import wake_on_time
 
@@ -234,8 +234,16 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def refuse_update(model: Any) -> None:
+    """Raise RuntimeError if SGLang's own update calls would refuse this scheduler's models."""
+    for each in models_in(model):
+        if why := sglang_api.why_no_update(each):
+            raise RuntimeError(why)
+
+
 def load_own(model: Any, sent: Any) -> None:
     """Load the tensors that this scheduler's own rank sent: named ones, or a flattened bucket."""
+    refuse_update(model)
     device = next(model.parameters()).device
     tensors = sglang_api.tensors_of_bucket(sent) if isinstance(sent, dict) else sent
     model.load_weights([(name, tensor.to(device)) for name, tensor in tensors])

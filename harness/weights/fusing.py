@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.weights.tensor_view import TensorView
+from harness.weights.tensor_view import TensorView, span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,8 @@ class FusingGroup:
         """Return uninitialized memory for each tensor that is sent for this group, flat, in the dtype in which it is sent."""
         tensors = {}
         for of, views in self.by_tensor.items():
-            numel = sum(view.numel for view in views)
+            # The views may be some of a tensor's: then there is memory for what lies before them too.
+            numel = max(view.offset + span(view.shape, view.stride) if view.numel else 0 for view in views)
             # At least one element each: empty tensors would share one address, by which a trace tells them apart.
             tensors[of] = torch.empty(max(1, numel), dtype=views[0].dtype, device=device)[:numel]
         return tensors

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -82,19 +83,33 @@ def check_finite(tensors: Mapping[str, torch.Tensor], layout: Iterable[TensorVie
 
 
 def check_coverage(
-    groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage], *, whole_checkpoint: bool = False
+    groups: Sequence[FusingGroup],
+    coverage: Sequence[LoadCoverage],
+    *,
+    whole_checkpoint: bool = False,
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Raise WeightsRefused, naming tensors, unless the schedulers of one engine together take every element.
 
     whole_checkpoint: all that the model's own checkpoint has is sent. Then return a sentence for each parameter of the engine
     that nothing fills, instead of refusing: SGLang's own load does not fill it either (FalconH1's q_norm, which its forward
-    pass does not use).
+    pass does not use). tied: the trainer's names of tensors that are not sent, as each is another one, whose name follows.
+    Those the engine needs. Also return one for each that some ranks fill and others not, if that may be padding.
     """
     unfilled = unfilled_parameters(coverage) if whole_checkpoint else []
-    found = [problem for problem in coverage_problems(groups, coverage) if problem not in unfilled]
+    needed = {sentence: first for sentence in unfilled if (first := tied.get(sentence.partition(":")[0]))}
+    found = [
+        f"{problem}; the trainer ties it to {needed[problem]}, and SGLang's class does not"
+        if problem in needed
+        else problem
+        for problem in coverage_problems(groups, coverage)
+        if problem in needed or problem not in unfilled
+    ]
+    on_some = unfilled_on_some_ranks(coverage)
+    found += [sentence for sentence, is_certain in on_some.items() if is_certain]
     if found:
         raise WeightsRefused(first_of(found))
-    return [f"{sentence}, nor does the model's own checkpoint" for sentence in unfilled]
+    return [*(f"{sentence}, nor does the model's own checkpoint" for sentence in unfilled), *on_some]
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -109,6 +124,10 @@ def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCove
     found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
     found += unfilled_parameters(coverage)
     counts = Counter(view.name for group in groups for view in group.views)
+    sizes: Counter[torch.dtype] = Counter()
+    for view in (view for group in groups for view in group.views):
+        sizes[view.dtype] += view.numel
+    main = sizes.most_common(1)[0][0] if sizes else None
     twice = {name: count for name, count in counts.items() if count > 1}
     found += [f"{name}: sent {count} times, and the engine keeps the last of them" for name, count in twice.items()]
     found += _overwritten(coverage)
@@ -126,7 +145,7 @@ def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCove
             if view.name in unknown:
                 found.append(f"{view.name}: the engine knows no such parameter and would ignore it")
             elif view.name not in untold and view.name not in twice:
-                found += _misfit(view, copies[view.name], coverage[0].dtype)
+                found += _misfit(view, copies[view.name], main, coverage[0].dtype)
     return found
 
 
@@ -146,6 +165,38 @@ def unfilled_parameters(coverage: Sequence[LoadCoverage]) -> list[str]:
     ]
 
 
+def unfilled_on_some_ranks(coverage: Sequence[LoadCoverage]) -> dict[str, bool]:
+    """Return a sentence for each parameter that a rank's loader ignores and another's fills whole -> whether that is wrong.
+
+    Ranks that fill it from different elements hold shards of it, and the others padding. If two fill it from the same ones, all
+    ranks should hold the same. If only one does, it may be a tensor that is not larger than a shard.
+    """
+    stages: dict[tuple[str, ...], list[LoadCoverage]] = defaultdict(
+        list
+    )  # the ranks of a stage have the same parameters
+    for each in coverage:
+        stages[tuple(sorted(each.missing))].append(each)
+    sentences = {}
+    for names, ranks in stages.items():
+        for name in names:
+            without = [each.rank for each in ranks if each.missing[name][0] == each.missing[name][1] > 0]
+            filled = {each.rank: _read_into(name, each) for each in ranks if each.missing[name][0] == 0}
+            if without and filled and len(set(filled.values())) == 1:
+                where = f"engine rank {', '.join(map(str, without))}"
+                why = "ignores it" if len(filled) > 1 else "ignores it, or it holds padding"
+                sentence = (
+                    f"{name}: filled on engine rank {', '.join(map(str, filled))}, but the loader of {where} {why}"
+                )
+                sentences[sentence] = len(filled) > 1
+    return sentences
+
+
+def _read_into(name: str, coverage: LoadCoverage) -> frozenset[tuple[object, ...]]:
+    """Return what a scheduler's loader reads to fill one of the engine's parameters."""
+    sources = (copy.source for copies in coverage.copies for copy in copies if copy.into == name)
+    return frozenset((source.name, source.offset, source.steps) for source in sources)
+
+
 def _overwritten(coverage: Sequence[LoadCoverage]) -> list[str]:
     """Return one sentence for each of the engine's tensors of which two names fill the same elements."""
     ranks: dict[str, list[int]] = defaultdict(list)
@@ -163,14 +214,20 @@ def _overwritten(coverage: Sequence[LoadCoverage]) -> list[str]:
     return sentences
 
 
-def _misfit(view: TensorView, copies: Sequence[LoaderCopy], engine_dtype: torch.dtype | None) -> list[str]:
+def _misfit(
+    view: TensorView, copies: Sequence[LoaderCopy], main: torch.dtype | None, engine_dtype: torch.dtype | None
+) -> list[str]:
     """Return what is wrong with the copies that the schedulers make of one checkpoint tensor.
 
-    What the engine holds narrower than its other parameters is its own choice, which its load from disk makes too.
+    What the engine holds narrower than its other parameters is its own choice, which its load from disk makes too. So it is
+    what it holds as these, if the tensor alone is sent wider than the others: a buffer in float32, such as dots1's
+    correction bias. main, engine_dtype: the dtypes of most that is sent, and of most that the engine holds.
     """
     sentences = []
     narrower = {copy.held for copy in copies if loses_precision(copy.source.dtype, copy.held)}
     narrower -= {held for held in narrower if engine_dtype and loses_precision(engine_dtype, held)}
+    if engine_dtype == main != view.dtype:
+        narrower.discard(main)
     if narrower:
         held = str(narrower.pop()).removeprefix("torch.")
         sentences.append(

@@ -10,7 +10,7 @@ from torch import nn
 from harness.cluster.world import all_gather
 from harness.rollout.engine import RolloutEngine
 from harness.runtime.units import MIB
-from harness.trainer.model import named_tensors
+from harness.trainer.model import named_tensors, tied_names
 from harness.weights.converter import CheckpointConverter, Converter
 from harness.weights.draft_layer import NO_DRAFT_LAYER, DraftLayer
 from harness.weights.loader import EngineLoader
@@ -99,7 +99,10 @@ class WeightSync:
         if self.engine.can_ask and not self._covered:
             self.loader.trace_once()
             self.unfilled = check_coverage(
-                self.weights.groups, self.loader.coverage, whole_checkpoint=self._sends_whole_checkpoint
+                self.weights.groups,
+                self.loader.coverage,
+                whole_checkpoint=self._sends_whole_checkpoint,
+                tied=tied_names(self.model),
             )
             self._covered = True
 

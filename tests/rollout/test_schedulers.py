@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -232,6 +233,20 @@ def test_an_answer_is_taken_although_its_scheduler_has_died_since() -> None:
         scheduler.join()
         with pytest.raises(PeerGone):
             channel._request(held_tensors, None)
+
+
+@pytest.mark.parametrize("takes_model", [True, False], ids=["0.5.23", "0.5.17"])
+def test_what_sglang_refuses_to_update_is_not_updated_beside_it(
+    takes_model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = (lambda model: f"no update of {type(model).__name__}") if takes_model else (lambda: "no update")
+    name = "sglang.srt.model_executor.model_runner_components.weight_updater"
+    updater = SimpleNamespace(_unsupported_derived_weight_cache_error=refusal)
+    monkeypatch.setitem(sys.modules, name, updater)  # type: ignore[arg-type]
+    stage = Stage()
+    with pytest.raises(RuntimeError, match="no update"):
+        load_own(stage, [("weight", torch.ones(4))])
+    assert not stage.weight.any()
 
 
 def unreadable(connection: Connection) -> Connection:

@@ -22,6 +22,7 @@ from harness.weights.presync_checks import (
     check_shards,
     coverage_problems,
     elements_read,
+    unfilled_on_some_ranks,
 )
 from harness.weights.tensor_view import TensorView
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
@@ -181,6 +182,26 @@ def test_what_the_models_own_checkpoint_does_not_fill_either_is_told_and_not_ref
     ranks[0].errors["up"] = "AssertionError: no"
     with pytest.raises(WeightsRefused, match="refuses it"):
         check_coverage([], ranks, whole_checkpoint=True)
+
+
+def test_a_buffer_that_the_engine_holds_as_all_its_parameters_is_its_own_choice() -> None:
+    """dots1's correction bias: float32 in a trainer of bfloat16, and bfloat16 in SGLang, from disk too."""
+    weight, bias = entry("w"), entry("bias", shape=(4,), dtype=torch.float32)
+    taken = [copy_of(torch.zeros(4, 6, dtype=torch.bfloat16), name="w"), copy_of(torch.zeros(4), name="bias")]
+    held = [LoadCoverage(rank=0, dtype=torch.bfloat16, copies=[taken])]
+    assert coverage_problems(groups([weight, bias]), held) == []
+    all_wide = [replace(weight, dtype=torch.float32), bias]
+    taken = [copy_of(torch.zeros(4, 6), name="w"), copy_of(torch.zeros(4), name="bias")]
+    held = [LoadCoverage(rank=0, dtype=torch.bfloat16, copies=[taken])]
+    assert len(coverage_problems(groups(all_wide), held)) == 2, "a trainer that sends float32 to an engine of bfloat16"
+
+
+def test_a_tensor_that_the_trainer_ties_and_the_engine_does_not_is_refused() -> None:
+    ranks = [LoadCoverage(rank=0, missing={"lm_head.weight": (4, 4)})]
+    with pytest.raises(
+        WeightsRefused, match=r"lm_head.weight: .*the trainer ties it to embed, and SGLang's class does not"
+    ):
+        check_coverage([], ranks, whole_checkpoint=True, tied={"lm_head.weight": "embed"})
 
 
 def test_what_the_engine_holds_narrower_than_all_else_is_its_own_choice() -> None:
@@ -429,3 +450,28 @@ def test_two_names_that_fill_the_same_elements_are_named_and_the_rank_if_others_
     assert coverage_problems([], ranks) == [f"{said} on engine rank 1; the engine keeps the second"]
     ranks[0].overwritten = ranks[1].overwritten
     assert coverage_problems([], ranks) == [f"{said}; the engine keeps the second"]
+
+
+def test_a_parameter_that_one_rank_ignores_is_refused_where_two_others_hold_the_same() -> None:
+    whole = [LoadCoverage(rank=rank, copies=filling("norm"), missing={"norm": (0, 24)}) for rank in range(2)]
+    ignoring = LoadCoverage(rank=2, copies=[[]], missing={"norm": (24, 24)})
+    assert unfilled_on_some_ranks(whole) == {}
+    with pytest.raises(
+        WeightsRefused, match="norm: filled on engine rank 0, 1, but the loader of engine rank 2 ignores"
+    ):
+        check_coverage([], [*whole, ignoring])
+    # Of two ranks, the second may hold nothing but padding: the run goes on, and its verdict says so.
+    [sentence] = check_coverage([], [whole[0], ignoring])
+    assert sentence.startswith("norm: ") and "or it holds padding" in sentence
+
+
+def test_ranks_that_hold_different_shards_leave_padding_to_the_last() -> None:
+    shards = [
+        LoadCoverage(
+            rank=rank,
+            copies=[[LoaderCopy(entry(WHOLE[rank : rank + 1]), "head", torch.bfloat16)]],
+            missing={"head": (0, 6)},
+        )
+        for rank in range(2)
+    ]
+    assert unfilled_on_some_ranks([*shards, LoadCoverage(rank=2, missing={"head": (6, 6)})]) == {}

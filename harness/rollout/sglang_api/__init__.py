@@ -18,6 +18,7 @@ from harness.rollout.sglang_api.engine_calls import (
     tensors_of_bucket,
     unlink_shared_memory,
     update_session,
+    why_no_update,
 )
 from harness.rollout.sglang_api.engine_environment import common_environment, meaning, memory_imbalance_environment
 from harness.rollout.sglang_api.in_flight import (

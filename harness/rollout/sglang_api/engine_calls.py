@@ -5,6 +5,7 @@ built the engine with node_rank 0 may call it: on other nodes an Engine has no t
 """
 
 import asyncio
+import inspect
 import pickle
 import signal
 import sys
@@ -116,6 +117,20 @@ def start_loop(
             engine.loop.remove_signal_handler(number)
 
     engine.loop.run_until_complete(start())
+
+
+def why_no_update(model: Any) -> str:
+    """Return why SGLang refuses to update a scheduler's model, in its own words; "" if it does not.
+
+    Its update calls ask the same. On some GPUs it computes with what it has derived from weights, and no update reaches that.
+    """
+    # A scheduler has imported it, in releases that have such copies.
+    updater = sys.modules.get("sglang.srt.model_executor.model_runner_components.weight_updater")
+    refusal = getattr(updater, "_unsupported_derived_weight_cache_error", None)
+    if refusal is None:
+        return ""
+    arguments = [model] if inspect.signature(refusal).parameters else []
+    return refusal(*arguments) or ""
 
 
 @contextmanager

@@ -92,7 +92,8 @@ class SyncJob:
             wrong = found.differences
             refuse(wrong, f"sync {index}: {len(wrong)} tensors are not what was sent")
         seconds = run.events.seconds["sync"][-self.syncs :]
-        left_out = f"; NOT compared: {first_of(found.not_covered)}" if found.not_covered else ""
+        not_covered = [*found.not_covered, *sync.unfilled]
+        left_out = f"; NOT compared: {first_of(not_covered)}" if not_covered else ""
         return (
             f"PASSED: {self.syncs} syncs of {sync.weights.nbytes / 1e6:.1f} MB in {len(sync.weights.layout)} tensors by"
             f" {name}, every tensor changed before each, every element read back and equal{left_out};"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from harness.rollout.schedulers import refuse_update
 from harness.weights.fusing import FusingGroup
 from harness.weights.pull.copies import Copies, copies_of
 from harness.weights.pull.exchange import Need, Parcel, PullBatch, packed
@@ -209,8 +210,9 @@ def _kept_for(model: Any, transport: str) -> Puller:
 def plan(model: Any, sources: Sources) -> tuple[Need, ...]:
     """Open the memory of the trainers of this host; return what must be brought from others.
 
-    Raise RuntimeError, naming the rank, for memory that cannot be opened.
+    Raise RuntimeError, naming the rank, for memory that cannot be opened, and where SGLang refuses updates.
     """
+    refuse_update(model)
     before: Puller | None = getattr(model, _KEPT, None)
     if before:
         before.close()

@@ -5,7 +5,7 @@ shows only while it still equals the weight. So copies are looked for when the e
 graphs, and after each rollout; they are compared after the next load or sync.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,18 +73,13 @@ def _possible_places(held: torch.Tensor, values: torch.Tensor) -> Iterator[Place
 
 
 def _kept_beside_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
-    """Yield each tensor that is a buffer or a plain attribute, with each parameter that it may hold, in memory of its own.
+    """Yield each tensor that is a buffer or an attribute, with each parameter that it may hold, in memory of its own.
 
-    The parameter is one of the same module, or of a module directly below it.
+    The parameter is one of the same module, or of a module directly below it. A tensor may be in a list or tuple, and be an
+    attribute of the module or of one of its parameters.
     """
     for path, module in model.named_modules():
-        kept = {
-            name: each
-            for name, each in (vars(module) | module._buffers).items()
-            if isinstance(each, torch.Tensor)
-            and each.is_floating_point()
-            and each.itemsize > 1  # torch compares no float8
-        }
+        kept = dict(_floats_in("", vars(module) | module._buffers | _kept_on(module._parameters)))
         if not kept:
             continue
         near = [("", module), *((f"{name}.", child) for name, child in module.named_children())]
@@ -93,6 +88,28 @@ def _kept_beside_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor, str
                 for name, held in kept.items():
                     if parameter is not None and _may_hold(held, parameter):
                         yield _joined(path, name), held, _joined(path, prefix + own_name), parameter
+
+
+def _kept_on(parameters: Mapping[str, torch.nn.Parameter | None]) -> dict[str, Any]:
+    """Return the attributes of the parameters themselves, by name."""
+    return {
+        f"{name}.{key}": value
+        for name, each in parameters.items()
+        for key, value in getattr(each, "__dict__", {}).items()
+    }
+
+
+def _floats_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating-point tensors of a value: itself, or those that a list, a tuple or a dict of names holds."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.itemsize > 1:  # torch compares no float8
+            yield name, value
+    elif isinstance(value, dict) and not name:
+        for key, each in value.items():
+            yield from _floats_in(key, each)
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _floats_in(f"{name}[{index}]", each)
 
 
 def _may_hold(held: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from harness.weights.fusing import fusing_groups
 from harness.weights.tensor_view import TensorView
 from harness.weights.worker import coverage
 from harness.weights.worker.coverage import LoadCoverage
-from tests.weights.toy_model import SHAPES, Toy, layout_of
+from tests.weights.toy_model import SHAPES, Toy, layout_of, view_of
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -70,6 +70,18 @@ def test_an_error_that_only_a_whole_group_raises_blames_the_group() -> None:
 
     found = traced(layout_of(SHAPES), Picky())
     assert found.errors == {"q, k, v": "ValueError: too many"}
+
+
+def test_of_the_parts_of_one_tensor_the_one_that_the_loader_refuses_is_blamed() -> None:
+    """Each is tried alone, where what lies before it in the tensor is not sent."""
+
+    class Refusing(Toy):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            if "experts.1" in dict(weights):
+                raise ValueError("no such expert")
+
+    parts = tuple(view_of(f"experts.{index}", (2, 3), of="experts", offset=6 * index) for index in range(2))
+    assert traced(parts, Refusing()).errors == {"experts.1": "ValueError: no such expert"}
 
 
 class PuttingInPlace(Toy):

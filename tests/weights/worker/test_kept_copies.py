@@ -102,3 +102,16 @@ def test_a_part_that_an_update_reaches_is_not_accused() -> None:
     update(served)
     served.merged[:3] = served[0].weight.detach()  # type: ignore[index]
     assert stale_copies(served) == {"merged": "1.weight"}
+
+
+@pytest.mark.parametrize("kept", ["tuple of the module", "tuple of the parameter"])
+def test_a_copy_in_two_parts_is_found_wherever_it_is_kept(kept: str) -> None:
+    """SGLang's split of a float32 weight into two of bfloat16, which it keeps on the parameter."""
+    router = Router()
+    router.weight = nn.Parameter(torch.randn(8, 16))
+    high = router.weight.detach().to(torch.bfloat16)
+    split = ("key", high, router.weight.detach() - high.float())
+    (router if "module" in kept else router.weight).split = split
+    assert find_copies(router) == 1 and stale_copies(router) == {}
+    update(router)
+    assert stale_copies(router) == {"split[1]" if "module" in kept else "weight.split[1]": "weight"}
