@@ -32,6 +32,8 @@ _WAITS = re.compile(
     r"torch/distributed/(?!run\.py|launcher|elastic)\S*\.py|\bc10d::\w*Work\w*::wait|\bgloo::|\bnccl|\bncclComm|"
     r"cuda(?:Stream|Device|Event)Synchronize",
 )
+_WAITS_IN_A_STORE = "of_all (harness/cluster/network.py:"
+"""The frame of a rank that waits for what all others write to torch's store, as the ranks meet: in native code alone."""
 _WRAPPERS = ("c10d_logger.py", "contextlib.py", "_contextlib.py")
 _PACKAGES = re.compile(r"(?:^|[/(])(?:torch|harness|sglang)/")
 
@@ -45,7 +47,7 @@ class Stack:
     handler: int | None = None  # its descriptor of the memory into which its faulthandler writes, if it has one
     text: str = ""
     frames: tuple[str, ...] = ()  # of the main thread in Python, innermost first
-    waits: bool = False  # whether the main thread is in a collective, or waits for its GPU
+    waits: bool = False  # whether the main thread waits for other ranks, or for its GPU
 
     def parse(self, text: str) -> None:
         """Read what py-spy or faulthandler wrote."""
@@ -56,7 +58,8 @@ class Stack:
         self.frames = tuple(f"{match['function']} ({_short(match['file'])}:{match['line']})" for match in matches)
         ours = (index for index, frame in enumerate(self.frames) if "harness/" in frame or "torch/" not in frame)
         inner = next((matches[index].start() for index in ours), len(main))
-        self.waits = _WAITS.search(main[:inner]) is not None
+        in_store = bool(self.frames) and self.frames[0].startswith(_WAITS_IN_A_STORE)
+        self.waits = in_store or _WAITS.search(main[:inner]) is not None
 
 
 def offer_own_stack() -> int:

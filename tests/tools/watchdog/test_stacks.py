@@ -23,6 +23,14 @@ threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 print(offer_own_stack(), flush=True)
 hang_here()
 """
+IN_A_STORE = """
+import torch.distributed as dist
+from harness.cluster.network import of_all
+from harness.tools.watchdog.stacks import offer_own_stack
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(offer_own_stack(), flush=True)
+of_all(store, "what nobody writes", 1)
+"""
 NATIVE = """Process 7: python x.py
 Thread 8 (idle): "guard"
     recv (libc.so.6)
@@ -43,10 +51,10 @@ def hanging() -> Iterator[Stack]:
         process.kill()
 
 
-def take_until_it_hangs(stack: Stack) -> None:
-    """Take stacks until the process has come to where it hangs."""
-    end = time.monotonic() + 20
-    while not any(frame.startswith("hang_here") for frame in stack.frames):
+def take_until_it_hangs(stack: Stack, function: str = "hang_here") -> None:
+    """Take stacks until the process has come to the function in which it hangs."""
+    end = time.monotonic() + 60
+    while not (stack.frames and stack.frames[0].startswith(function)):
         assert time.monotonic() < end, stack
         stack.text = ""  # a rank is asked for its stacks only while there are none
         take_stacks([stack])
@@ -98,6 +106,18 @@ def test_a_rank_in_a_collective_waits() -> None:
     ]
     stack.parse(NATIVE.replace("c10d::Work::wait", "recv").replace("torch/distributed", "x"))
     assert not stack.waits
+
+
+def test_a_rank_that_waits_in_the_store_for_the_others_waits() -> None:
+    """Its stack has no frame of torch: the store waits in native code."""
+    with subprocess.Popen([sys.executable, "-c", IN_A_STORE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        stack = Stack(name="rank0", pid=process.pid, handler=int(process.stdout.readline()))
+        try:
+            take_until_it_hangs(stack, "of_all")
+        finally:
+            process.kill()
+    assert stack.waits, stack.text
 
 
 def test_gpus_are_asked_only_where_there_is_a_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
