@@ -28,6 +28,7 @@ CPU_MODELS = {
     "deepseek_v32": SPARSE,
     "glm_moe_dsa": SPARSE,
     "gpt_oss": f"its attention sinks need a GPU backend (triton, fa3 and the like), or intel_amx in sgl_kernel, {NO_CPU_BUILD}",
+    "lfm2_moe": f"its short convolutions need kernels of sgl_kernel.mamba, {NO_CPU_BUILD}",
     "minimax_m2": "its norm of queries and keys is a Triton kernel (rms_sumsq_serial), and Triton needs a GPU",
     "qwen2_moe": "its shared expert ends in a Triton kernel (fused_gate_sigmoid_mul_add), and Triton needs a GPU",
     "qwen3_5": HYBRID,

@@ -24,7 +24,8 @@ pytestmark = [
 ]
 
 COMPUTING = {
-    "apertus", "deepseek_v32", "falcon_h1", "gemma", "glm_moe_dsa", "gpt_oss", "granitemoehybrid", "mamba2", "persimmon",
+    "apertus", "deepseek_v32", "falcon_h1", "gemma", "glm_moe_dsa", "gpt_oss", "granite_swa", "granitemoe_swa",
+    "granitemoehybrid", "mamba2", "persimmon",
 }  # fmt: skip
 """Those of which some tensors arrive otherwise than as they were sent."""
 DERIVING = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}
