@@ -14,7 +14,10 @@ from safetensors.torch import save_file
 from transformers.utils import cached_file
 
 from harness.config.fp8_rules import BLOCK
+from harness.config.layers import ConfigError
 from harness.weights.fp8_blocks import is_quantized, quantize, scale_name
+from harness.weights.model_files import copy_all_but_weights
+from harness.weights.names import files_in_checkpoint
 
 QUANTIZATION = {
     "quant_method": "fp8",
@@ -23,8 +26,6 @@ QUANTIZATION = {
     "activation_scheme": "dynamic",
 }
 """quantization_config of DeepSeek-V3's own config.json."""
-COPIED = (".json", ".jinja", ".model", ".txt")
-"""Files of the tokenizer and the model's configuration."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -32,13 +33,11 @@ def write_quantized_model(source: str, folder: Path, dtype: torch.dtype, *, weig
     """Write the model in `source`, a folder or a hub id in the cache, to `folder` in block-FP8.
 
     dtype: what values are rounded to before they are quantized: what an engine of this dtype would hold. weights: False leaves
-    the tensors out, for an engine that never loads them. Raise ValueError if the model has no safetensors files.
+    the tensors out, for an engine that never loads them. Raise ConfigError if the model has no safetensors files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = Path(cached_file(source, "config.json"))
-    for file in config.parent.iterdir():
-        if file.suffix in COPIED and not file.name.endswith(".index.json"):
-            (folder / file.name).write_bytes(file.read_bytes())
+    config = Path(cached_file(source, "config.json", local_files_only=True))
+    copy_all_but_weights(config.parent, folder)
     fields = json.loads(config.read_text(encoding="utf-8")) | {"quantization_config": QUANTIZATION}
     (folder / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
     if not weights:
@@ -68,15 +67,9 @@ def quantized_tensors(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, tor
 
 
 def _weight_files(source: str) -> list[Path]:
-    index = cached_file(source, INDEX, _raise_exceptions_for_missing_entries=False)
-    if index:
-        names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    found = [cached_file(source, name, _raise_exceptions_for_missing_entries=False) for name in names]
-    if missing := [name for name, path in zip(names, found, strict=True) if not path]:
-        raise ValueError(
-            f'model.name = "{source}" must have its weights as safetensors for model.rollout_precision = "fp8_block", but'
-            f" has no {missing[0]}"
-        )
-    return [Path(path) for path in found]
+    if found := sorted(set(files_in_checkpoint(source).values())):
+        return [Path(path) for path in found]
+    raise ConfigError(
+        f'model.name = "{source}" must have its weights as safetensors for model.rollout_precision = "fp8_block", but has no'
+        " model.safetensors"
+    )

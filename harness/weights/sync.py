@@ -14,6 +14,7 @@ from harness.trainer.model import named_tensors, tied_names
 from harness.weights.converter import CheckpointConverter, Converter
 from harness.weights.draft_layer import NO_DRAFT_LAYER, DraftLayer
 from harness.weights.loader import EngineLoader
+from harness.weights.model_files import copy_all_but_weights
 from harness.weights.presync_checks import check_complete, check_coverage, check_finite, check_shards
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.transports import Transport, make_transport
@@ -129,7 +130,5 @@ class WeightSync:
 
     def _save(self, weights: TrainerWeights, folder: Path, source: Path) -> None:
         weights.save(folder)
-        if dist.get_rank() == 0:
-            for file in source.iterdir() if source.is_dir() else ():
-                if file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json"):
-                    (folder / file.name).write_bytes(file.read_bytes())
+        if dist.get_rank() == 0 and source.is_dir():
+            copy_all_but_weights(source, folder)
