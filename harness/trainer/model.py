@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -100,9 +101,28 @@ def build_on_meta(
         model: Any = ValueModel(backbone, config.get_text_config().hidden_size, dtype) if value_head else backbone
     if not value_head:
         model.tie_weights()  # building on the meta device has untied them
+        record_renamings(model)
     if gradient_checkpointing:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return backbone, model
+
+
+def record_renamings(model: Any) -> None:
+    """Give a model that was made from its config the renamings that from_pretrained would record for a published checkpoint.
+
+    transformers 5 keeps a part of a model, such as Gemma 3's vision tower, without a prefix of its names (vision_model) that
+    every published checkpoint has. It learns of the prefix only as it reads a checkpoint, and puts it back as it writes one.
+    """
+    if find_spec("transformers.conversion_mapping") is None:  # transformers 4 renames nothing
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    renamings = get_model_conversion_mapping(model, add_legacy=False)
+    removed = [each for each in renamings if getattr(each, "prefix_to_remove", None) and each.scope_prefix]
+    if removed:
+        # That of a whole model tells which of two kinds of checkpoint was read, and not what is published.
+        kept = [each for each in renamings if each in removed or not hasattr(each, "prefix_to_remove")]
+        model._weight_conversions = kept
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -4,8 +4,8 @@ The trainer's shards are there and finite, and the engine's own loader, as trace
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress, pairwise
 from math import prod
 from types import MappingProxyType
 
@@ -88,13 +88,14 @@ def check_coverage(
     *,
     whole_checkpoint: bool = False,
     tied: Mapping[str, str] = MappingProxyType({}),
+    buffers: Collection[str] = (),
 ) -> list[str]:
     """Raise WeightsRefused, naming tensors, unless the schedulers of one engine together take every element.
 
     whole_checkpoint: all that the model's own checkpoint has is sent. Then return a sentence for each parameter of the engine
     that nothing fills, instead of refusing: SGLang's own load does not fill it either (FalconH1's q_norm, which its forward
     pass does not use). tied: the trainer's names of tensors that are not sent, as each is another one, whose name follows.
-    Those the engine needs. Also return one for each that some ranks fill and others not, if that may be padding.
+    Those the engine needs. buffers: the trainer's names of its own. Also return one for each that some ranks fill and others not, if that may be padding.
     """
     unfilled = unfilled_parameters(coverage) if whole_checkpoint else []
     needed = {sentence: first for sentence in unfilled if (first := tied.get(sentence.partition(":")[0]))}
@@ -102,7 +103,7 @@ def check_coverage(
         f"{problem}; the trainer ties it to {needed[problem]}, and SGLang's class does not"
         if problem in needed
         else problem
-        for problem in coverage_problems(groups, coverage)
+        for problem in coverage_problems(groups, coverage, buffers)
         if problem in needed or problem not in unfilled
     ]
     on_some = unfilled_on_some_ranks(coverage)
@@ -118,16 +119,14 @@ def first_of(names: Sequence[str]) -> str:
     return "; ".join([*names[:SHOWN], *more]) or "none found"
 
 
-def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> list[str]:
-    """Return one sentence for each tensor that would not arrive whole and unchanged."""
+def coverage_problems(
+    groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage], buffers: Collection[str] = ()
+) -> list[str]:
+    """Return one sentence for each tensor that would not arrive whole and unchanged. buffers: the trainer's names of its own."""
     errors = {name: error for each in coverage for name, error in each.errors.items()}
     found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
     found += unfilled_parameters(coverage)
     counts = Counter(view.name for group in groups for view in group.views)
-    sizes: Counter[torch.dtype] = Counter()
-    for view in (view for group in groups for view in group.views):
-        sizes[view.dtype] += view.numel
-    main = sizes.most_common(1)[0][0] if sizes else None
     twice = {name: count for name, count in counts.items() if count > 1}
     found += [f"{name}: sent {count} times, and the engine keeps the last of them" for name, count in twice.items()]
     found += _overwritten(coverage)
@@ -145,7 +144,7 @@ def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCove
             if view.name in unknown:
                 found.append(f"{view.name}: the engine knows no such parameter and would ignore it")
             elif view.name not in untold and view.name not in twice:
-                found += _misfit(view, copies[view.name], main, coverage[0].dtype)
+                found += _misfit(view, copies[view.name], coverage[0].dtype, is_buffer=view.of in buffers)
     return found
 
 
@@ -215,19 +214,18 @@ def _overwritten(coverage: Sequence[LoadCoverage]) -> list[str]:
 
 
 def _misfit(
-    view: TensorView, copies: Sequence[LoaderCopy], main: torch.dtype | None, engine_dtype: torch.dtype | None
+    view: TensorView, copies: Sequence[LoaderCopy], engine_dtype: torch.dtype | None, *, is_buffer: bool
 ) -> list[str]:
     """Return what is wrong with the copies that the schedulers make of one checkpoint tensor.
 
     What the engine holds narrower than its other parameters is its own choice, which its load from disk makes too. So it is
-    what it holds as these, if the tensor alone is sent wider than the others: a buffer in float32, such as dots1's
-    correction bias. main, engine_dtype: the dtypes of most that is sent, and of most that the engine holds.
+    what it holds as these of a buffer, which a trainer keeps in float32: dots1's correction bias.
     """
     sentences = []
     narrower = {copy.held for copy in copies if loses_precision(copy.source.dtype, copy.held)}
     narrower -= {held for held in narrower if engine_dtype and loses_precision(engine_dtype, held)}
-    if engine_dtype == main != view.dtype:
-        narrower.discard(main)
+    if is_buffer and engine_dtype:
+        narrower.discard(engine_dtype)
     if narrower:
         held = str(narrower.pop()).removeprefix("torch.")
         sentences.append(
@@ -246,12 +244,14 @@ def elements_read(view: TensorView, reads: Iterable[TensorView]) -> int:
     """Return how many elements of a checkpoint tensor are in at least one of the reads.
 
     Ranks that hold the same rows, such as replicated heads, read the same elements, so sizes cannot be added up. Almost
-    always the reads are boxes that differ along one axis; then their ranges are joined, and nothing is marked.
+    always the reads are boxes that differ along one axis; then their ranges are joined, and nothing is marked. Boxes that differ
+    along several, such as a rank's columns of each expert, are marked on the grid of their edges.
     """
     distinct = {(read.offset - view.offset, read.steps) for read in reads if read.numel}
     boxes = [_box(view, *each) for each in distinct]
-    if all(boxes) and (count := _joined([box for box in boxes if box])) is not None:
-        return count
+    if all(boxes):
+        found = [box for box in boxes if box]
+        return count if (count := _joined(found)) is not None else _on_grid(found)
     marked = torch.zeros(max(span(view.shape, view.stride), 0), dtype=torch.bool)
     for offset, steps in distinct:
         marked.as_strided([size for _, size in steps], [stride for stride, _ in steps], offset).fill_(True)
@@ -268,6 +268,17 @@ def _box(view: TensorView, offset: int, steps: Sequence[tuple[int, int]]) -> tup
             return None
         ranges.append((start, start + size))
     return None if sizes or offset or len(steps) != len(dict(steps)) else tuple(ranges)
+
+
+def _on_grid(boxes: Sequence[tuple[tuple[int, int], ...]]) -> int:
+    """Return how many elements are in at least one box. The edges of all boxes cut each axis; a cell is read whole or not."""
+    edges = [sorted({edge for box in boxes for edge in box[axis]}) for axis in range(len(boxes[0]))]
+    at = [{edge: number for number, edge in enumerate(axis)} for axis in edges]
+    read = torch.zeros([len(axis) - 1 for axis in edges], dtype=torch.bool)
+    for box in boxes:
+        read[tuple(slice(at[axis][start], at[axis][stop]) for axis, (start, stop) in enumerate(box))] = True
+    sizes = [[stop - start for start, stop in pairwise(axis)] for axis in edges]
+    return sum(prod(sizes[axis][place] for axis, place in enumerate(cell)) for cell in read.nonzero().tolist())
 
 
 def _joined(boxes: Sequence[tuple[tuple[int, int], ...]]) -> int | None:

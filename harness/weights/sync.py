@@ -104,6 +104,7 @@ class WeightSync:
                 self.loader.coverage,
                 whole_checkpoint=self._sends_whole_checkpoint,
                 tied=tied_names(self.model),
+                buffers=[name for name, each in named_tensors(self.model) if not isinstance(each, nn.Parameter)],
             )
             self._covered = True
 

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from harness.trainer.model import build_on_meta, choose_attention, decoder_layers, fill_random, random_rows
+from harness.weights.converter import CheckpointConverter
 
 Measurements = list[dict[str, Any]]
 
@@ -175,14 +176,24 @@ def test_a_model_without_a_list_of_layers_is_refused_in_one_sentence() -> None:
         decoder_layers(model)
 
 
-def test_sizes_of_a_model_of_text_and_images_are_those_of_its_language_part() -> None:
-    """transformers' Gemma3Config has no hidden_size of its own."""
+def gemma3() -> Gemma3Config:
     text = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Gemma3Config(text_config=text, vision_config=vision)
-    _, model = build_on_meta(config, torch.float32, value_head=True)
+    return Gemma3Config(text_config=text, vision_config=vision)
+
+
+def test_sizes_of_a_model_of_text_and_images_are_those_of_its_language_part() -> None:
+    """transformers' Gemma3Config has no hidden_size of its own."""
+    _, model = build_on_meta(gemma3(), torch.float32, value_head=True)
     assert model.value_head.weight.shape == (1, 8)
     head = torch.nn.ModuleDict({"value_head": torch.nn.Linear(8, 1, bias=False)})
-    fill_random(head, config, seed=0)
+    fill_random(head, gemma3(), seed=0)
     assert 0 < float(head["value_head"].weight.detach().abs().max()) < 2
+
+
+def test_a_vision_tower_has_the_names_of_a_published_checkpoint() -> None:
+    """transformers learns the prefix vision_model only as it reads a checkpoint, and here the model is made from its config."""
+    _, model = build_on_meta(gemma3(), torch.float32)
+    names = {view.name for view in CheckpointConverter(model).layout()}
+    assert "vision_tower.vision_model.encoder.layers.0.layer_norm1.weight" in names

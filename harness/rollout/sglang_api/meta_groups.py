@@ -94,7 +94,7 @@ def _build_groups(server_arguments: Any, model_config: Any, rank: int) -> None:
 
 def _sizes(server_arguments: Any, rank: int) -> dict[str, int]:
     """Return the sizes of the groups by the names that SGLang has for them, and the rank's place among stages."""
-    resolved = _resolved(server_arguments)
+    resolved = resolved_arguments(server_arguments)
     tp, pp = resolved.tp_size, resolved.pp_size
     return {
         "tp_size": tp,
@@ -109,7 +109,7 @@ def _sizes(server_arguments: Any, rank: int) -> dict[str, int]:
     }
 
 
-def _resolved(server_arguments: Any) -> Any:
+def resolved_arguments(server_arguments: Any) -> Any:
     """Return the server arguments with the values that SGLang decided on, where a release keeps these apart."""
     file = "srt/arg_groups/overrides.py"
     if installed("sglang").find_function("resolving_view", file):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -26,12 +26,26 @@ from harness.rollout.sglang_api.absent_hardware import (
     shapes_of_gpu,
     without_warm_up,
 )
-from harness.rollout.sglang_api.meta_groups import start_rank
+from harness.rollout.sglang_api.meta_groups import resolved_arguments, start_rank
+from harness.rollout.sglang_api.meta_kv_cache import KvCache, kv_caches
 from harness.rollout.sglang_api.source import installed, load
 from harness.runtime.errors import UnsupportedEnvironment
 
 SINKS = {"GptOssForCausalLM": "triton"}
 """Classes with attention sinks, for which SGLang refuses torch_native -> a backend that it takes on any GPU."""
+INDEX = "model.safetensors.index.json"
+"""The file of a checkpoint that says which of its files holds each tensor."""
+
+
+class MetaRank(NamedTuple):
+    """One rank of an engine, built on the meta device."""
+
+    model: Any
+    """SGLang's model."""
+    kv_caches: dict[str, KvCache]
+    """The KV cache of a token, see meta_kv_cache; none of a draft model."""
+    notes: tuple[str, ...]
+    """What SGLang decided by itself, and a reader of its answer should know."""
 
 
 def prepare_import(folder: Path, draft: bool = False) -> None:
@@ -100,8 +114,14 @@ def _importing(what: str) -> Iterator[None]:
         ) from error
 
 
-def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: bool = False) -> Any:
-    """Return the model of one engine rank, with SGLang's quantization, placement of experts, and pipeline stage.
+def reads_index(folder: Path) -> bool:
+    """Return whether SGLang's class of this model looks into the checkpoint's index of names while it is built."""
+    wanted, classes = _architectures(folder), _classes_by_file()
+    return any(INDEX in file.read_text(encoding="utf-8") for file, names in classes.items() if names & wanted)
+
+
+def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: bool = False) -> MetaRank:
+    """Return one engine rank, with SGLang's quantization, placement of experts, and pipeline stage.
 
     folder: with config.json. arguments: SGLang's server arguments. rank: in the engine, stage by stage. draft: the rank's
     draft model instead, which speculative_algorithm among the arguments asks for. Whatever SGLang itself
@@ -127,7 +147,29 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
     with scope, torch.device("meta"):
         model = loader._initialize_model(model_config, load_config, quantization)
     without_warm_up(model)
-    return model
+    resolved = resolved_arguments(server_arguments)
+    if draft:
+        return MetaRank(model, {}, ())
+    _check_pipeline(model, resolved.pp_size)
+    notes = tuple(_notes(model_config, arguments))
+    return MetaRank(model, kv_caches(model, model_config, server_arguments, resolved), notes)
+
+
+def _check_pipeline(model: Any, stages: int) -> None:
+    """Raise what SGLang's ModelRunner raises, once the model is built, for a class that cannot be one stage of several."""
+    if stages > 1 and "pp_proxy_tensors" not in inspect.signature(model.forward).parameters:
+        raise AssertionError("Pipeline Parallel is not compatible with this model.")
+
+
+def _notes(model_config: Any, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what SGLang decides about some classes by itself: it serves no images with them unless it is asked to."""
+    names = model_config.hf_config.architectures
+    can_see = _module("srt.configs.model_config").is_multimodal_model(names)
+    if can_see and not model_config.is_multimodal and arguments.get("enable_multimodal") is None:
+        yield (
+            f"SGLang disables multimodal input for {names[0]} by default, and may then build the language model alone;"
+            " engine.args.enable_multimodal = true enables it"
+        )
 
 
 def _attention_backend(folder: Path) -> str:

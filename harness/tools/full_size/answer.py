@@ -13,15 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
+from harness.config.layers import ConfigError
 from harness.rollout.sglang_api.absent_hardware import AssumedGpu
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size import draft_model, engine_ranks, whole_run
 from harness.tools.full_size.draft_model import DraftModel
 from harness.tools.full_size.engine_ranks import EngineRank
 from harness.tools.full_size.findings import Findings
+from harness.tools.full_size.passed_on import refused_for_hardware
 from harness.tools.full_size.question import Options, Question
 from harness.tools.full_size.sync_plan import Rates
-from harness.tools.full_size.trainer_names import trainer_names
+from harness.tools.full_size.trainer_names import TrainerNames, trainer_names
 from harness.tools.full_size.whole_run import WholeRun
 from harness.weights.fp8_checkpoint import write_quantized_model
 from harness.weights.fusing import fusing_groups
@@ -111,6 +115,7 @@ class Answer:
             yield (
                 f"SGLang asked torch.cuda for {', '.join(asked)} and was told those of an {AssumedGpu.name}, which is absent"
             )
+        yield from dict.fromkeys(note for each in self.ranks for note in each.notes)
         if not self.findings:
             return
         if self.findings.kv_cache_scales:
@@ -134,6 +139,7 @@ class Answer:
         table = {
             "model": self.question.folder.name,
             "arguments": dict(self.question.arguments),
+            "arguments_left_out": [*self.question.passed_on.while_it_runs, *self.question.passed_on.not_counted],
             "sent": _names(self.layout),
             "versions": self.versions,
             "cannot_build": self.cannot_build,
@@ -172,23 +178,27 @@ def find_answer(name: str, options: Options, question: Question, started: float,
     dtype = getattr(torch, question.dtype)
     if question.quantized:
         write_quantized_model(str(question.folder), question.quantized, dtype, weights=False)
-    names = trainer_names(question.folder, dtype, question.precision)
+    names = _names_sent(question, dtype)
     layout = names.layout
-    mtp = draft_model.mtp_layout(question.folder, layout) if options.speculative_algorithm else ()
+    mtp = draft_model.mtp_layout(question.folder, layout) if question.has_draft else ()
     groups = fusing_groups(layout)
     shape = engine_ranks.EngineShape(
         folder=question.engine_folder, arguments=question.arguments, tp=question.tp, pp=question.pp,
         processes=len(os.sched_getaffinity(0)),
     )  # fmt: skip
     print(f"{name}: {len(layout):,} names, {total_gb(layout):.1f} GB; imports {imported - started:.1f} s")
+    for line in question.passed_on.as_lines():
+        print(line)
     answer = Answer(name=name, options=options, question=question, layout=layout)
     peaks = whole_run.measure_trainer(question.folder, question.run, shape.processes) if question.run else {}
     try:
         ranks = engine_ranks.examine(shape, groups, options.all_ranks)
         draft = draft_model.examine_draft(shape, ranks, layout, mtp) if mtp else None
     except engine_ranks.RankFailed as error:
+        if refused := refused_for_hardware(str(error), question.arguments):
+            raise UnsupportedEnvironment(f"SGLang refuses {refused} without the hardware for it: {error}") from None
         return replace(answer, cannot_build=str(error))
-    findings = Findings.of(ranks)
+    findings = Findings.of(ranks, buffers=names.buffers)
     answer = replace(
         answer, ranks=tuple(ranks), findings=findings, draft=draft, seconds=time.monotonic() - started
     )  # fmt: skip
@@ -200,6 +210,15 @@ def find_answer(name: str, options: Options, question: Question, started: float,
     )
     print("\n".join(whole.as_lines(options.gpu_memory_gib, answer.rates)))
     return replace(answer, whole=whole)
+
+
+def _names_sent(question: Question, dtype: torch.dtype) -> TrainerNames:
+    """Return what the trainer sends. Raise UnsupportedEnvironment, and ConfigError for fields that transformers refuses."""
+    try:
+        return trainer_names(question.folder, dtype, question.precision)
+    except StrictDataclassError as error:
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"transformers refuses {question.folder}/config.json: {cause}.") from None
 
 
 def total_gb(layout: Sequence[TensorView]) -> float:

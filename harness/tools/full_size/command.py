@@ -16,12 +16,14 @@ from harness.runtime.files import replace_file
 from harness.runtime.fork_server import collecting_nothing
 from harness.tools.full_size.question import Options, Question, read_question
 
+SUFFIX = {"--json": ".json", "--page": ".html"}
+
 
 def run(name: str, options: Options, words: Sequence[str] = ()) -> int:
     """Print the verdict and return the exit code. words: keys of a run's config. Raise ConfigError, UnsupportedEnvironment."""
     for option, file in (("--json", options.json), ("--page", options.page)):
-        if file and not Path(file).parent.is_dir():
-            raise ConfigError(f"{option} {file} must be a file in a folder that is there.")
+        if file:
+            check_written(option, Path(file))
     if options.against:
         from harness.tools.full_size import compare
 
@@ -32,9 +34,19 @@ def run(name: str, options: Options, words: Sequence[str] = ()) -> int:
         return _answer(name, options, read_question(name, options, words, Path(scratch)))
 
 
+def check_written(option: str, file: Path) -> None:
+    """Raise ConfigError unless a file of that name can be written. It is written last, after minutes of work."""
+    if file.is_dir():
+        raise ConfigError(f"{option} {file} is a folder; give a file in it, such as {file / 'found'}{SUFFIX[option]}.")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{option} {file} must be a file in a folder that is there.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{option} {file} cannot be written by this user; give another file.")
+
+
 def _answer(name: str, options: Options, question: Question) -> int:
     started = time.monotonic()
-    prepare_import(question.folder, bool(options.speculative_algorithm))
+    prepare_import(question.folder, question.has_draft)
     with collecting_nothing():
         from harness.rollout.sglang_api import meta_model
         from harness.tools.full_size.answer import SHOWN, find_answer

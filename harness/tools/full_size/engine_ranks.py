@@ -6,11 +6,15 @@ one of them. All ranks of a stage run the same code and differ in their number a
 it does with the first of its kind, the other ranks' loaders do too, and a layer that is unlike it is given to all of them.
 """
 
+import json
 import re
+import shutil
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,9 @@ import torch
 
 from harness.rollout.sglang_api import meta_model
 from harness.rollout.sglang_api.absent_hardware import AssumedGpu, tells_what_is_absent
+from harness.rollout.sglang_api.meta_kv_cache import KvCache
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.forks import ForkEnded, in_forks
+from harness.tools.full_size.forks import ForkEnded, in_forks, says_all
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import span
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy, LoaderTrace
@@ -27,6 +32,12 @@ from harness.weights.worker.undo import storage
 
 NO_LAYER = -1
 """Stands for what is outside the decoder layers: the embedding, the last norm and the head."""
+DECODER_LAYER = re.compile(r"(?:^|(?<=\.))(layers|h|blocks)\.(\d+)(?=\.)")
+"""In a tensor's name: what the list of layers is called, and a number. h is GPT-2's and Falcon's, blocks DBRX's."""
+TOWER = re.compile(
+    r"(?:^|[._])(vision|visual|vit|vpm|image|video|audio|apm|speech|sound|projector|resampler|connector)(?:[._]|$)"
+)
+"""In what stands before it: layers of what reads images or sounds, or hands them on. They are no decoder layers."""
 Layers = Mapping[int, Sequence[FusingGroup]]
 Job = tuple["EngineShape", int, Layers, "Part"]
 """The arguments of examine_rank."""
@@ -48,6 +59,7 @@ class Part:
     """It gets all of them, and each stands for itself."""
 
 
+@says_all
 class RankFailed(Exception):
     """SGLang could not build a rank. The message has SGLang's own words."""
 
@@ -89,6 +101,10 @@ class EngineRank:
     untouched_experts: dict[str, int]
     """The engine's parameter -> how many of its experts nothing at all is written of."""
     seconds: float
+    kv_caches: dict[str, KvCache] = field(default_factory=dict)
+    """The KV cache of one token by kind of kv_cache_dtype, see meta_kv_cache; none of a draft model."""
+    notes: tuple[str, ...] = ()
+    """What SGLang decided by itself, and a reader should know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +130,30 @@ class EngineShape:
 def examine(shape: EngineShape, groups: Iterable[FusingGroup], every_name: bool) -> list[EngineRank]:
     """Return all ranks of one engine. every_name: give every name to every rank. Raise RankFailed, UnsupportedEnvironment."""
     layers = by_layer(groups)
+    with _with_index(shape, layers) as shape:
+        return _examine(shape, layers, every_name)
+
+
+@contextmanager
+def _with_index(shape: EngineShape, layers: Layers) -> Iterator[EngineShape]:
+    """Give SGLang the index of a checkpoint that has what is sent, if its class of the model reads one and there is none.
+
+    Llama 4 has a vision tower only if the index beside config.json names one. The folder of the model stays as it is.
+    """
+    if (shape.folder / meta_model.INDEX).exists() or not meta_model.reads_index(shape.folder):
+        yield shape
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        shutil.copyfile(shape.folder / "config.json", folder / "config.json")
+        names = {
+            view.name: "model.safetensors" for groups in layers.values() for group in groups for view in group.views
+        }
+        (folder / meta_model.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        yield replace(shape, folder=folder)
+
+
+def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[EngineRank]:
     kinds = {layer: kind_of(members) for layer, members in layers.items()}
     first = Part(kinds=kinds, every=every_name)
     parts = {
@@ -197,9 +237,14 @@ def by_layer(groups: Iterable[FusingGroup]) -> dict[int, list[FusingGroup]]:
 
 
 def layer_of(name: str) -> int:
-    """Return the decoder layer of a tensor, by its name."""
-    found = re.search(r"\blayers\.(\d+)\.", name)
-    return int(found[1]) if found else NO_LAYER
+    """Return the decoder layer of a tensor of the language model, by its name; NO_LAYER for any other."""
+    found = _decoder_layer(name)
+    return int(found[2]) if found else NO_LAYER
+
+
+def _decoder_layer(name: str) -> re.Match[str] | None:
+    found = DECODER_LAYER.search(name)
+    return found if found and not TOWER.search(name[: found.start()]) else None
 
 
 def layers_to_give(layers: Layers, held: Collection[int], part: Part) -> tuple[dict[int, int], list[int]]:
@@ -228,8 +273,9 @@ def kind_of(groups: Iterable[FusingGroup]) -> tuple[Any, ...]:
 
 
 def without_layer(name: str) -> str:
-    """Return a tensor's name without the number of its layer."""
-    return re.sub(r"\blayers\.\d+\.", "layers.*.", name)
+    """Return a tensor's name without the number of its decoder layer."""
+    found = _decoder_layer(name)
+    return f"{name[: found.start()]}{found[1]}.*{name[found.end() :]}" if found else name
 
 
 def last_names(name: str) -> str:
@@ -242,7 +288,8 @@ def examine_rank(shape: EngineShape, rank: int, layers: Layers, part: Part) -> E
     started = time.monotonic()
     gpu = AssumedGpu()
     gpu.answer()
-    model = meta_model.build_on_meta(shape.folder, shape.arguments, rank, shape.draft)
+    built = meta_model.build_on_meta(shape.folder, shape.arguments, rank, shape.draft)
+    model = built.model
     shared = meta_model.shared_with_target(model, shape.pp) if shape.draft else frozenset()
     parameters = {name: each for name, each in model.named_parameters() if name not in shared}
     held = frozenset(layer_of(name) for name in parameters) - {NO_LAYER}
@@ -279,6 +326,8 @@ def examine_rank(shape: EngineShape, rank: int, layers: Layers, part: Part) -> E
         moe_tp_rank=max((getattr(module, "moe_tp_rank", 0) for module in model.modules()), default=0),
         untouched_experts=dict(_untouched_experts(parameters, missing, trace)),
         seconds=time.monotonic() - started,
+        kv_caches=built.kv_caches,
+        notes=built.notes,
     )
 
 

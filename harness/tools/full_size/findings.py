@@ -27,11 +27,15 @@ class Findings:
 
     @classmethod
     def of(
-        cls, ranks: Sequence[EngineRank], passed_over: Collection[str] = (), target: Sequence[EngineRank] = ()
+        cls,
+        ranks: Sequence[EngineRank],
+        passed_over: Collection[str] = (),
+        target: Sequence[EngineRank] = (),
+        buffers: Collection[str] = (),
     ) -> "Findings":
         """Return what these ranks did. passed_over: names that this model ignores by design; only an error counts.
 
-        target: the ranks of the target model, if these are of its draft model. Raise UnsupportedEnvironment if the loader
+        target: the ranks of the target model, if these are of its draft model. buffers: the trainer's. Raise UnsupportedEnvironment if the loader
         refuses every name because it needs a GPU.
         """
         given, coverage = given_to_all(ranks)
@@ -50,7 +54,7 @@ class Findings:
         found = [each for each in of_engine if _subject(each) not in unfilled]
         found += [
             each
-            for each in coverage_problems(given, coverage)
+            for each in coverage_problems(given, coverage, buffers)
             if each not in of_engine and _subject(each) not in left_out
         ]
         return cls(

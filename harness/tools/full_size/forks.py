@@ -9,6 +9,14 @@ from typing import Any, TypeVar
 from harness.runtime.errors import UnsupportedEnvironment
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", bound=type[Exception])
+_SAY_ALL: set[type[Exception]] = {UnsupportedEnvironment}
+
+
+def says_all(kind: Kind) -> Kind:
+    """Have no traceback printed of this kind of exception, because its sentence says all that there is to know."""
+    _SAY_ALL.add(kind)
+    return kind
 
 
 class ForkEnded(Exception):
@@ -46,18 +54,29 @@ def in_forks(work: Callable[..., T], jobs: Mapping[int, tuple[Any, ...]], proces
 
 
 def _answer(writer: Connection, work: Callable[..., Any], job: tuple[Any, ...]) -> None:
-    """Send what work returns, or what it raises; the traceback of that goes to standard error."""
+    """Send what work returns, or what it raises; the traceback goes to standard error, unless a sentence says all."""
     try:
         answer: tuple[Any, Exception | None] = work(*job), None
-    except UnsupportedEnvironment as error:  # its sentence says all
-        answer = None, error
-    except Exception as error:
-        traceback.print_exc()
+    except Exception as error:  # of whatever kind: it is raised again where the answer is waited for
+        if isinstance(error, tuple(_SAY_ALL)):
+            _name_place(error)
+        else:
+            traceback.print_exc()
         answer = None, error
     try:
         writer.send(answer)
     except Exception as error:  # an exception of another package need not be picklable
         writer.send((None, RuntimeError(f"{answer[1] or error}")))
+
+
+def _name_place(error: Exception) -> None:
+    """Have a sentence say where its cause was raised, if that has no words of its own: an assert has none, for example."""
+    cause = error.__cause__
+    if cause is None or str(cause).strip():
+        return
+    for frame in traceback.extract_tb(cause.__traceback__)[-1:]:
+        file = frame.filename.rpartition("site-packages/")[2]
+        error.args = (f"{str(error).rstrip(': ')} at {file}:{frame.lineno}: {frame.line}",)
 
 
 def _answer_of(reader: Any, number: int, child: Any) -> Any:

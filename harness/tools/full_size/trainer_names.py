@@ -12,10 +12,13 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from harness.config.fp8_rules import BLOCK
 from harness.config.schema import RolloutPrecision
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.trainer.model import record_renamings
 from harness.trainer.rows import RowShards
 from harness.weights.converter import CheckpointConverter
 from harness.weights.fp8_blocks import Fp8BlockConverter, scale_name
@@ -33,6 +36,8 @@ class TrainerNames:
     """The checkpoint tensors, as views of the trainer's: in one dtype, or as the model's own quantization has it."""
     tensors: dict[str, torch.Tensor]
     """The trainer's tensors by name, on the meta device."""
+    buffers: frozenset[str] = frozenset()
+    """Those of them that are buffers."""
     scales: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the tensors of scales that a sync makes for blocks of float8, see Fp8BlockConverter.scale_shapes."""
 
@@ -110,7 +115,9 @@ def trainer_names(folder: Path, dtype: torch.dtype, precision: RolloutPrecision 
         del config.quantization_config
     model = _model_on_meta(model_class, config, dtype)
     source = CheckpointConverter(model, dtype)
-    plain = TrainerNames(layout=source.layout(), tensors=dict(source.tensors()))
+    tensors = dict(source.tensors())
+    buffers = frozenset(name for name, each in tensors.items() if not isinstance(each, torch.nn.Parameter))
+    plain = TrainerNames(layout=source.layout(), tensors=tensors, buffers=buffers)
     if quantization is None:
         return plain if precision == "same" else in_float8_blocks(plain, Fp8BlockConverter(source))
     method = quantization.get("quant_method")
@@ -141,6 +148,7 @@ def _model_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
             f" {type(error).__name__}: {error}"
         ) from error
     model.tie_weights()
+    record_renamings(model)
     return model
 
 
@@ -148,15 +156,19 @@ def trainer_class(folder: Path) -> tuple[Any, Any]:
     """Return transformers' class of the model, and its config. Raise UnsupportedEnvironment if transformers has none.
 
     Kimi-K2 has a model_type of its own and the class of DeepSeek-V3, so the architecture decides where the type does not.
+    Phi-3.5-MoE's architecture is spelled otherwise than transformers' class, which a run finds by the type.
     """
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    architecture = fields["architectures"][0]
+    architecture, kind = fields["architectures"][0], fields.get("model_type")
     found = getattr(transformers, architecture, None)
+    if (found is None or not hasattr(found, "_from_config")) and kind in CONFIG_MAPPING:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[kind], None)
     if found is None or not hasattr(found, "_from_config"):
         raise UnsupportedEnvironment(
-            f"transformers {transformers.__version__} has no class {architecture}, so the trainer's names are not known"
+            f"transformers {transformers.__version__} has no class {architecture}, and none for model_type {kind}, so the"
+            " trainer's names are not known"
         )
-    if fields.get("model_type") == found.config_class.model_type:
+    if kind == found.config_class.model_type:
         return found, AutoConfig.from_pretrained(folder)
     return found, found.config_class.from_dict(fields | {"model_type": found.config_class.model_type})
 

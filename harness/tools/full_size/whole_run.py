@@ -1,10 +1,9 @@
 """A whole run at the model's true size: what each GPU holds in each stage of a step, and what a weight sync moves.
 
-Engine and trainer answer by their own code (`engine_ranks.py`, `trainer_memory.py`). By formula: the KV cache of one token, and
-what CUDA, NCCL and SGLang keep beside (`tools/plan`).
+Engine and trainer answer by their own code (`engine_ranks.py`, `trainer_memory.py`). The KV cache of
+one token is counted by SGLang's own configurator of its pools. By formula: what CUDA, NCCL and SGLang keep beside (`tools/plan`).
 """
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.schema import Config, TransportName
+from harness.rollout.sglang_api.meta_kv_cache import KvCache
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.units import GIB, MIB
 from harness.tools.full_size.engine_ranks import NO_LAYER, EngineRank, by_layer
@@ -24,9 +24,8 @@ from harness.tools.full_size.trainer_memory import Execution, Role, TrainerPeaks
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class
 from harness.tools.plan.memory_estimate import (
     BESIDE,
-    DTYPE_BYTES,
     FP8_COPY,
-    KV_CACHE,
+    WEIGHTS,
     EngineShare,
     MemoryEstimate,
     Shares,
@@ -37,10 +36,14 @@ from harness.tools.plan.memory_estimate import (
 from harness.trainer.rows import RowShards
 from harness.weights.fusing import FusingGroup
 
-WEIGHTS = "engine: weights"
-"""A part of a stage, as `tools/plan` names it."""
 COMPUTING = "gathered layers, activations"
 """A part of a stage: what executing it on fake tensors counted, beside what the other parts name."""
+OTHER_RULES = ("enable_hisparse", "enable_unified_memory", "enable_kv_cache_sharding", "dcp_size")
+"""Arguments with which SGLang sizes its pools by rules that are not known here."""
+WINDOW_RULES = ("disable_hybrid_swa_memory", "max_running_requests")
+"""Further ones, for a model with sliding windows."""
+STATE_RULES = ("max_mamba_cache_size", "mamba_full_memory_ratio", "max_running_requests", "speculative_algorithm")
+"""Further ones, for a model with states of linear attention."""
 GPU_RATE = 1.21e12
 """Bytes in a second that a rank's pull copied out of its own GPU: one H200, sglang 0.5.17, tp 1, 15.2 GB in 0.0151 s, less the
 waits of a pull."""
@@ -88,7 +91,7 @@ class WholeRun:
             f"Memory of the fullest GPU in GiB, of {gpu_gib:g} (--gpu-memory-gib). Executed on fake tensors: a rank's shards are"
             f" {size(peaks.parameters)}.",
             *self.memory.table_lines(),
-            f"  By formula: {BESIDE}; the KV cache. Not counted: fragments of torch's allocator.",
+            f"  By formula: {BESIDE}. Not counted: fragments of torch's allocator.",
             "",
             *self._sync_lines(rates),
             "",
@@ -200,7 +203,7 @@ def examine_run(
         transport = "bucket" if config.parallel.colocate else "distributed"
     shares = Shares(
         parameters=sum(each.numel() for each in names.tensors.values() if isinstance(each, torch.nn.Parameter)),
-        engine=_engine_shares(config, folder, ranks),
+        engine=engine_shares(config, ranks),
         trainers={role: trainer_share(each) for role, each in peaks.items()},
         bucket_bytes=planner.largest_bucket,
         copy_bytes=max(copies),
@@ -235,7 +238,7 @@ def own_parts(
     for rank in range(dims.world_size):
         number = dims.engine_rank(rank)
         held, share = engine[number], memory.engine[number // dims.tp]
-        parts = {WEIGHTS: held.nbytes + held.derived_bytes, KV_CACHE: memory.kv_tokens * share.kv_token}
+        parts = {WEIGHTS: held.nbytes + held.derived_bytes} | memory.cache_parts(share)
         for role, trainer in memory.trainers.items():
             if role != "reference":
                 parts[f"{role}: AdamW states"] = 2 * (trainer.parameters - missing[rank])
@@ -272,27 +275,37 @@ def trainer_share(peaks: TrainerPeaks) -> TrainerShare:
     )
 
 
-def _engine_shares(config: Config, folder: Path, ranks: Sequence[EngineRank]) -> list[EngineShare]:
+def engine_shares(config: Config, ranks: Sequence[EngineRank]) -> list[EngineShare]:
     """Return what the rank with most weights of each stage holds, and the KV cache of one token."""
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    fields = fields.get("text_config") or fields
     arguments = engine_arguments(config)
-    attention_ranks = config.parallel.tp // int(arguments.get("dp_size") or 1)
-    element = 1 if str(arguments.get("kv_cache_dtype")).startswith("fp8") else DTYPE_BYTES[config.model.dtype]
     shares = []
     for stage in range(config.parallel.pp):
         held = ranks[stage * config.parallel.tp : (stage + 1) * config.parallel.tp]
         layers = sorted(set().union(*(each.held_layers for each in held)) - {NO_LAYER})
-        kv_token = kv_elements(fields, attention_ranks) * len(layers) * element
         weights = max(each.nbytes + each.derived_bytes for each in held)
-        shares.append(EngineShare(stage, layers[0] if layers else 0, layers[-1] if layers else -1, weights, kv_token))
+        cache = kv_cache(arguments, held[0])
+        shares.append(
+            EngineShare(
+                stage,
+                layers[0] if layers else 0,
+                layers[-1] if layers else -1,
+                weights,
+                cache.token_bytes(arguments.get("swa_full_tokens_ratio")),
+                cache.state_ratio,
+                cache.unknown,
+            )
+        )
     return shares
 
 
-def kv_elements(fields: Mapping[str, Any], attention_ranks: int) -> int:
-    """Return the elements of KV cache of one token in one layer on one rank: MLA's latent, or its own heads' keys and values."""
-    if fields.get("kv_lora_rank"):
-        return int(fields["kv_lora_rank"]) + int(fields["qk_rope_head_dim"])
-    heads = int(fields.get("num_key_value_heads") or fields["num_attention_heads"])
-    head_dim = int(fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"])
-    return 2 * max(1, heads // attention_ranks) * head_dim
+def kv_cache(arguments: Mapping[str, Any], rank: EngineRank) -> KvCache:
+    """Return the KV cache of one token on a rank, as SGLang counts it. arguments: the engine's, of a run.
+
+    Not known with an argument for which SGLang has another rule.
+    """
+    asked = str(arguments.get("kv_cache_dtype") or "auto")
+    kind = {"bf16": "bfloat16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}.get(asked, asked)
+    found = rank.kv_caches.get(kind) or KvCache(unknown=f'with engine.args.kv_cache_dtype = "{asked}"')
+    others = [name for name in (*OTHER_RULES, *(WINDOW_RULES if found.window else ())) if arguments.get(name)]
+    others += [name for name in STATE_RULES if found.state_ratio and arguments.get(name)]
+    return KvCache(unknown=f"with engine.args.{others[0]}") if others else found

@@ -33,7 +33,8 @@ is neither parameters nor buffers of the sync.
 """
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BESIDE, KV_CACHE = "CUDA, NCCL, SGLang", "engine: KV cache"
-FP8_COPY = "actor: FP8 copy to send"
+KV_AT_MOST, STATES = "engine: KV cache, at most", "engine: linear attention"
+WEIGHTS, FP8_COPY = "engine: weights", "actor: FP8 copy to send"
 GATHERED, ADAMW = "FSDP2: layers gathered", "AdamW's temporaries"
 NOTES = (
     "not counted: activations inside a layer, fragments of torch's allocator, what SGLang computes with (it takes that from"
@@ -57,6 +58,22 @@ class EngineShare:
     last_layer: int
     weights: int
     kv_token: int
+    state_ratio: float = 0.0
+    """What SGLang keeps for states of linear attention or Mamba, in multiples of the KV cache."""
+    kv_unknown: str = ""
+    """Why the KV cache of a token is not known; "" if it is."""
+
+    def room(self, static_bytes: int) -> int:
+        """Return how many tokens have room in what the weights leave of static_bytes."""
+        return int((static_bytes - self.weights) / (1 + self.state_ratio)) // self.kv_token
+
+    def states(self, static_bytes: int) -> int:
+        """Return the bytes of states: SGLang divides what the weights leave by the ratio, and makes as many as have room."""
+        return max(0, int((static_bytes - self.weights) * self.state_ratio / (1 + self.state_ratio)))
+
+    def least_static(self, tokens: int) -> int:
+        """Return the static bytes with which so many tokens have room."""
+        return self.weights + int(tokens * self.kv_token * (1 + self.state_ratio))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +281,12 @@ class MemoryEstimate:
         # SGLang takes the fraction of what is free when the engine starts, which is before the trainer is built.
         self.fraction, self.usable = float(self.arguments["mem_fraction_static"]), gpu_bytes - processes * CONTEXT_BYTES
         self.static_bytes = int(self.fraction * self.usable)
-        # The stage with the least room decides for all; one without a layer caches nothing.
-        room = min((self.static_bytes - each.weights) // each.kv_token for each in self.engine if each.kv_token)
-        self.kv_tokens = max(0, min(room, int(self.arguments.get("max_total_tokens") or room)))
         self.tokens = longest_sequence(config)
+        self.kv_unknown = next((each.kv_unknown for each in self.engine if each.kv_unknown), "")
+        # The stage with the least room decides for all; one without a layer caches nothing.
+        rooms = [each.room(self.static_bytes) for each in self.engine if each.kv_token]
+        room = min(rooms, default=self.tokens)
+        self.kv_tokens = max(0, min(room, int(self.arguments.get("max_total_tokens") or room)))
         self.stages = dict(self._stages())
         self.problems = [*self._engine_problems(), *self._overfull()]
         self.fits = not self.problems
@@ -319,21 +338,38 @@ class MemoryEstimate:
         parts = {f"sync: {'bucket, gathered and sent' if both else 'bucket gathered'}": self.bucket_bytes * (1 + both)}
         return parts | ({"sync: own rows, cast": self.bucket_bytes // self.ranks} if self.is_cast else {})
 
+    def cache_parts(self, share: EngineShare) -> Parts:
+        """Return what a rank of a stage keeps of the sequences that it generates.
+
+        Where the KV cache of a token is not known, that is all that mem_fraction_static leaves beside the weights: SGLang never
+        takes more.
+        """
+        if self.kv_unknown:
+            return {KV_AT_MOST: max(0, self.static_bytes - share.weights)}
+        states = {STATES: share.states(self.static_bytes)} if share.state_ratio else {}
+        return {KV_CACHE: self.kv_tokens * share.kv_token} | states
+
     def _engine(self, kv_cache: bool) -> Parts:
         """Return the share of the pipeline stage that has most."""
         weights = max(share.weights for share in self.engine)
-        most = max(share.weights + self.kv_tokens * share.kv_token for share in self.engine)
-        return {"engine: weights": weights} | ({KV_CACHE: most - weights} if kv_cache else {})
+        if not kv_cache:
+            return {WEIGHTS: weights}
+        held = {share: self.cache_parts(share) for share in self.engine}
+        fullest = max(held, key=lambda share: share.weights + sum(held[share].values()))
+        (cache, nbytes), *states = held[fullest].items()
+        return {WEIGHTS: weights, cache: nbytes - (weights - fullest.weights), **dict(states)}
 
     def _engine_problems(self) -> Iterator[str]:
-        if self.kv_tokens < self.tokens:
-            weights = max(share.weights for share in self.engine)
-            least = max(share.weights + self.tokens * share.kv_token for share in self.engine) / self.usable
+        weights = max(share.weights for share in self.engine)
+        held = f"its weights take {size(weights)} of each GPU, and mem_fraction_static = {self.fraction:g} leaves"
+        if self.kv_unknown and weights >= self.static_bytes:
+            yield f"the engine has no room for a KV cache: {held} {size(self.static_bytes)} for both."
+        if not self.kv_unknown and self.kv_tokens < self.tokens:
+            least = max(share.least_static(self.tokens) for share in self.engine) / self.usable
             remedy = f"set it to {least:.3f} or more" if least < 1 else "no value is enough: raise parallel.tp or pp"
             yield (
-                f"the engine has room for {self.kv_tokens} tokens, but a prompt with its response may take {self.tokens}: its"
-                f" weights take {size(weights)} of each GPU, and mem_fraction_static = {self.fraction:g} leaves"
-                f" {size(self.static_bytes)} for weights and KV cache; {remedy}."
+                f"the engine has room for {self.kv_tokens} tokens, but a prompt with its response may take {self.tokens}:"
+                f" {held} {size(self.static_bytes)} for weights and KV cache; {remedy}."
             )
 
     def _overfull(self) -> Iterator[str]:
@@ -343,7 +379,7 @@ class MemoryEstimate:
                 continue
             part, nbytes = max(parts.items(), key=lambda item: item[1])
             remedy = ""
-            if parts.get(KV_CACHE, 0) > over:
+            if parts.get(KV_CACHE, 0) + parts.get(STATES, 0) + parts.get(KV_AT_MOST, 0) > over:
                 largest = (self.static_bytes - over) / self.usable - 0.0005  # rounded down
                 remedy = f"; with mem_fraction_static up to {largest:.3f} it would fit"
             yield (
@@ -383,16 +419,24 @@ class MemoryEstimate:
         fullest = max(totals, key=lambda name: totals[name])
         if not self.fits:
             return "it does NOT fit"
-        return f"it fits; {fullest} is the fullest stage and leaves {size(self.gpu_bytes - totals[fullest])}"
+        leaves = f"{fullest} is the fullest stage and leaves {size(self.gpu_bytes - totals[fullest])}"
+        if self.kv_unknown:
+            return (
+                f"it fits, if a prompt with its response has room in the KV cache, which is not known; {leaves} or more"
+            )
+        return f"it fits; {leaves}"
 
     def _engine_sentence(self) -> str:
         parts = [
             (f"stage {share.stage} (layers {share.first_layer}-{share.last_layer}): " if len(self.engine) > 1 else "")
-            + f"weights {size(share.weights)}, KV cache {share.kv_token:,} bytes for each token"
+            + f"weights {size(share.weights)}, {_cache_words(share)}"
             for share in self.engine
         ]
-        room = f"mem_fraction_static = {self.fraction:g} is {size(self.static_bytes)} for both"
-        return f"engine, each rank: {'; '.join(parts)}; {room}, room for {self.kv_tokens:,} tokens"
+        room = "" if self.kv_unknown else f", room for {self.kv_tokens:,} tokens"
+        return (
+            f"engine, each rank: {'; '.join(parts)}; mem_fraction_static = {self.fraction:g} is {size(self.static_bytes)} for"
+            f" both{room}"
+        )
 
     def _table(self, totals: Parts) -> list[str]:
         names = dict.fromkeys(name for parts in self.stages.values() for name in parts)
@@ -413,6 +457,16 @@ def size(nbytes: float) -> str:
     if 0 < nbytes < 16 * MIB:
         return f"{nbytes / MIB:.1f} MiB"
     return f"{nbytes / GIB:.{1 if nbytes >= GIB else 2 if nbytes else 0}f} GiB"
+
+
+def _cache_words(share: EngineShare) -> str:
+    """Return what one token takes of a rank."""
+    if share.kv_unknown:
+        return f"KV cache not known for this architecture ({share.kv_unknown})"
+    states = (
+        f", and {share.state_ratio:g} times the KV cache for states of linear attention" if share.state_ratio else ""
+    )
+    return f"KV cache {share.kv_token:,} bytes for each token{states}"
 
 
 def _cell(nbytes: float) -> str:
