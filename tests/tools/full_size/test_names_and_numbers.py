@@ -160,8 +160,10 @@ MLA, INDEXER = 2 * 576, 132
     [
         # Numbers of SGLang's rules, by hand: layers with a cache x heads of a rank x (key + value) x 2 bytes.
         ("qwen2_5_72b", 8, 2, [{"full": 40 * 1 * 256 * 2}] * 2),
-        ("deepseek_v3_bf16", 8, 1, [{"full": 61 * MLA}]),
-        ("deepseek_v3_2", 8, 2, [{"full": 30 * (MLA + INDEXER)}, {"full": 31 * (MLA + INDEXER)}]),
+        pytest.param("deepseek_v3_bf16", 8, 1, [{"full": 61 * MLA}], marks=pytest.mark.long),
+        pytest.param(
+            "deepseek_v3_2", 8, 2, [{"full": 30 * (MLA + INDEXER)}, {"full": 31 * (MLA + INDEXER)}], marks=pytest.mark.long
+        ),
         ("gpt_oss_120b", 4, 1, [{"full": 18 * 2 * 128 * 2, "window": 18 * 2 * 128 * 2, "window_ratio": 0.8}]),
         ("qwen3_5_397b_a17b", 2, 1, [{"full": 15 * 1 * 512 * 2, "state_ratio": 0.9}]),
     ],
@@ -211,7 +213,7 @@ def test_an_architecture_that_transformers_spells_otherwise_is_found_by_its_type
     assert found.__name__ == "PhimoeForCausalLM"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_vision_tower_is_built_though_only_an_index_would_name_it(tmp_path: Path) -> None:
     folder = written(tmp_path, LLAMA4)
     plain = full_size(folder)
