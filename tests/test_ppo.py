@@ -109,7 +109,9 @@ def test_the_weights_of_a_response_are_those_of_the_step(tmp_path: Path) -> None
 
 def test_each_engine_validates_on_its_share_at_the_temperature_of_validation(tmp_path: Path) -> None:
     engine = EchoEngine()
-    ppo = rank_of("--parallel.dp 2 --parallel.tp 1", 0, engine, tmp_path)
+    ppo = rank_of("--parallel.dp 2 --parallel.tp 1 --run.steps 3 --validation.source arithmetic", 0, engine, tmp_path)
+    ppo.validate(2)
+    assert engine.asked == [], "it is due after the last step alone"
     ppo.validate(3)
     assert engine.asked == [[[2], [4], [6]]] and engine.sampling[0]["temperature"] == 0.0
     assert ppo.validations[3]["accuracy"] == pytest.approx(1 / 3) and ppo.validations[3]["rows"] == 3
