@@ -198,7 +198,7 @@ class Ppo:
         return prompts, responses, [self.reward(text, prompt.row) for text, prompt in zip(texts, prompts, strict=True)]
 
     def validate(self, index: int) -> None:
-        """Measure the mean reward on the validation set with the weights after `index` updates, if it is due then.
+        """If a validation is due after `index` updates, measure the mean reward on the validation set.
 
         It leaves training as it is: each step seeds the engine anew, and the next sync flushes the prefixes.
         """

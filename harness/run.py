@@ -139,7 +139,7 @@ def run(
 
 
 def check_placement(run: RunContext) -> None:
-    """Raise ConfigError, on every rank, if engines and trainer do not fit on the GPUs of the hosts."""
+    """Raise ConfigError on every rank if the ranks and their engines cannot be placed on the GPUs of the hosts."""
     try:
         place(run.dims, run.world.locations, run.world.device_type)
     except ValueError as error:

@@ -41,7 +41,7 @@ def make_run_folder(given: str, now: datetime | None = None) -> str | None:
 
 def make_private(folder: Path) -> None:
     """Make a folder, and those above it that are missing, for this user alone. One that exists stays as it is."""
-    # Each by itself: with parents=True the folders above it would get the mode that the umask leaves.
+    # One by one: mkdir(parents=True) gives the folders above the mode that the umask leaves.
     for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
         missing.mkdir(FOLDER_MODE, exist_ok=True)
 

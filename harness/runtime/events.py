@@ -52,9 +52,8 @@ class Console:
 
 
 class Gauge(Protocol):
-    """Measures memory. `begin` is called when a phase starts, `end` when it ends, which returns the figures, and `give_up`
-    when it fails. Phases nest.
-    """
+    """Measures memory by phase. Call `begin` at the start of one, then `end`, which returns the figures, or `give_up` if it
+    failed. Phases nest."""
 
     def begin(self) -> None: ...
     def end(self) -> dict[str, int]: ...

@@ -43,7 +43,7 @@ class MetaRank(NamedTuple):
     model: Any
     """SGLang's model."""
     kv_caches: dict[str, KvCache]
-    """The KV cache of a token, see meta_kv_cache; none of a draft model."""
+    """The KV cache of one token by kind of kv_cache_dtype, see meta_kv_cache.py. Empty for a draft model."""
     notes: tuple[str, ...]
     """What SGLang decided by itself, and a reader of its answer should know."""
 

@@ -24,7 +24,7 @@ from harness.rollout.sglang_api import meta_model
 from harness.rollout.sglang_api.absent_hardware import AssumedGpu, tells_what_is_absent
 from harness.rollout.sglang_api.meta_kv_cache import KvCache
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.forks import ForkEnded, in_forks, says_all
+from harness.tools.full_size.forks import ForkEnded, Told, in_forks
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import span
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy, LoaderTrace
@@ -59,8 +59,7 @@ class Part:
     """It gets all of them, and each stands for itself."""
 
 
-@says_all
-class RankFailed(Exception):
+class RankFailed(Told):
     """SGLang could not build a rank. The message has SGLang's own words."""
 
 

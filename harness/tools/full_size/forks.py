@@ -9,14 +9,10 @@ from typing import Any, TypeVar
 from harness.runtime.errors import UnsupportedEnvironment
 
 T = TypeVar("T")
-Kind = TypeVar("Kind", bound=type[Exception])
-_SAY_ALL: set[type[Exception]] = {UnsupportedEnvironment}
 
 
-def says_all(kind: Kind) -> Kind:
-    """Have no traceback printed of this kind of exception, because its sentence says all that there is to know."""
-    _SAY_ALL.add(kind)
-    return kind
+class Told(Exception):
+    """An exception whose sentence says all that there is to know, so that no traceback of it is printed."""
 
 
 class ForkEnded(Exception):
@@ -58,7 +54,7 @@ def _answer(writer: Connection, work: Callable[..., Any], job: tuple[Any, ...]) 
     try:
         answer: tuple[Any, Exception | None] = work(*job), None
     except Exception as error:  # of whatever kind: it is raised again where the answer is waited for
-        if isinstance(error, tuple(_SAY_ALL)):
+        if isinstance(error, Told | UnsupportedEnvironment):
             _name_place(error)
         else:
             traceback.print_exc()

@@ -123,7 +123,7 @@ class Question:
 
     @property
     def has_draft(self) -> bool:
-        """Whether the engine has a draft model, which serves the model's own layer for multi-token prediction."""
+        """Whether the engine has a draft model: the model's own MTP layer."""
         return sends_mtp_layer(self.arguments)
 
     @property
@@ -273,7 +273,7 @@ def _of_run(run: Config, folder: Path, scratch: Path, option_of: Mapping[str, st
 
 
 def _device(run: Config) -> Device:
-    """Return where the run would be: on GPUs, unless it says otherwise."""
+    """Return the device of the run: CUDA, unless engine.device is "cpu"."""
     return "cpu" if run.engine.device == "cpu" else "cuda"
 
 
@@ -344,7 +344,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 
 def _check_types(found: Mapping[str, Any], file: Path) -> None:
-    """Raise ConfigError for a field of another type than transformers and SGLang take."""
+    """Raise ConfigError for a field whose type neither transformers nor SGLang accepts."""
     if not isinstance(kind := found.get("model_type"), str | None):
         raise ConfigError(f'model_type in {file} must be a name, such as "qwen2", got {shown(kind)}.')
     for name in TABLES:

@@ -1,7 +1,7 @@
 """A whole run at the model's true size: what each GPU holds in each stage of a step, and what a weight sync moves.
 
-Engine and trainer answer by their own code (`engine_ranks.py`, `trainer_memory.py`). The KV cache of
-one token is counted by SGLang's own configurator of its pools. By formula: what CUDA, NCCL and SGLang keep beside (`tools/plan`).
+Engine and trainer answer by their own code (`engine_ranks.py`, `trainer_memory.py`). SGLang's own code counts the KV
+cache of one token. By formula: what CUDA, NCCL and SGLang keep beside (`tools/plan`).
 """
 
 from collections import Counter, defaultdict
@@ -301,7 +301,7 @@ def engine_shares(config: Config, ranks: Sequence[EngineRank]) -> list[EngineSha
 def kv_cache(arguments: Mapping[str, Any], rank: EngineRank) -> KvCache:
     """Return the KV cache of one token on a rank, as SGLang counts it. arguments: the engine's, of a run.
 
-    Not known with an argument for which SGLang has another rule.
+    It is unknown if one of the arguments makes SGLang size its memory pools by another rule.
     """
     asked = str(arguments.get("kv_cache_dtype") or "auto")
     kind = {"bf16": "bfloat16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}.get(asked, asked)

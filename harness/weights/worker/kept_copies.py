@@ -79,7 +79,8 @@ def _kept_beside_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor, str
     attribute of the module or of one of its parameters.
     """
     for path, module in model.named_modules():
-        kept = dict(_floats_in("", vars(module) | module._buffers | _kept_on(module._parameters)))
+        values = vars(module) | module._buffers | _kept_on(module._parameters)
+        kept = dict(found for name, value in values.items() for found in _floats_in(name, value))
         if not kept:
             continue
         near = [("", module), *((f"{name}.", child) for name, child in module.named_children())]
@@ -100,13 +101,10 @@ def _kept_on(parameters: Mapping[str, torch.nn.Parameter | None]) -> dict[str, A
 
 
 def _floats_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point tensors of a value: itself, or those that a list, a tuple or a dict of names holds."""
+    """Yield the floating-point tensors of a value: itself, or those in a list or tuple."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() and value.itemsize > 1:  # torch compares no float8
             yield name, value
-    elif isinstance(value, dict) and not name:
-        for key, each in value.items():
-            yield from _floats_in(key, each)
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
             yield from _floats_in(f"{name}[{index}]", each)

@@ -195,7 +195,7 @@ def test_a_whole_run_of_gpt2_has_numbers(tmp_path: Path) -> None:
 
 
 def test_names_of_a_vision_tower_are_those_of_a_published_checkpoint(tmp_path: Path) -> None:
-    """With the names that from_pretrained finds, transformers leaves none out and fills every tensor."""
+    """from_pretrained knows each of these names, and fills every tensor of the model with them."""
     from safetensors.torch import save_file
     from transformers import Gemma3ForConditionalGeneration
 

@@ -1,4 +1,4 @@
-"""What launch/full_size.py is asked: keys of a run's config, engine.args that reach SGLang, and what is refused before any work."""
+"""Questions to launch/full_size.py: which keys and engine.args count, and what is refused before any work begins."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.command_line import read_known_options
 from harness.tools.full_size.command import run
-from harness.tools.full_size.forks import in_forks, says_all
+from harness.tools.full_size.forks import Told, in_forks
 from harness.tools.full_size.passed_on import refused_for_hardware
 from harness.tools.full_size.question import Options, Question, read_question
 from tests.tools.full_size.test_full_size import MODELS, full_size, with_layers
@@ -229,11 +229,6 @@ def test_an_engine_that_cannot_be_built_prints_its_sentence_and_no_traceback(tmp
     done = full_size(with_layers("deepseek_v3", 4, tmp_path), "--tp", 32)
     assert done.returncode == 1 and "576 is not divisible" in done.stdout.splitlines()[-1]
     assert "Traceback" not in done.stderr, done.stderr
-
-
-@says_all
-class Told(Exception):
-    """Its sentence says all."""
 
 
 def asserting(cause: Exception) -> None:

@@ -109,7 +109,7 @@ def test_a_rank_in_a_collective_waits() -> None:
 
 
 def test_a_rank_that_waits_in_the_store_for_the_others_waits() -> None:
-    """Its stack has no frame of torch: the store waits in native code."""
+    """No frame of torch is on its stack, because the store waits in native code."""
     with subprocess.Popen([sys.executable, "-c", IN_A_STORE], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         stack = Stack(name="rank0", pid=process.pid, handler=int(process.stdout.readline()))
