@@ -53,7 +53,8 @@ class Console:
 
 class Gauge(Protocol):
     """Measures memory by phase. Call `begin` at the start of one, then `end`, which returns the figures, or `give_up` if it
-    failed. Phases nest."""
+    failed. Phases nest.
+    """
 
     def begin(self) -> None: ...
     def end(self) -> dict[str, int]: ...
