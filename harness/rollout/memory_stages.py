@@ -23,7 +23,8 @@ WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.05
 """How far two moves of the same tags may differ, whichever is more: CUDA maps memory in pieces of 2 MiB."""
 STABLE_SECONDS = 0.1
-"""A first release is over when the free bytes have not changed for this long: nobody knows yet how many to expect."""
+"""A move of fewer bytes than are expected is over when the free bytes have not changed for this long, even if the difference
+is within the slack: of a KV cache of 129 GB 122 had been freed when one was read, and then its resume took too many."""
 POLL_SECONDS = 0.01
 
 Action = Literal["release", "resume"]
@@ -53,7 +54,8 @@ def wrong_move(action: Action, tags: Sequence[str], rank: int, expected: int | N
     if expected is None:
         wanted = "must free more than 0: the memory saver did not hold them"
     done = "freed" if action == "release" else "took"
-    return f"{action} of {', '.join(tags)} on rank {rank} {done} {moved} bytes of its engine's GPU, but {wanted}"
+    only = "only " if missing > 0 else ""
+    return f"{action} of {', '.join(tags)} on rank {rank} {done} {only}{moved} bytes of its engine's GPU, but {wanted}"
 
 
 def gpu_free_bytes(device: int) -> FreeBytes:
@@ -160,13 +162,14 @@ class MemoryStages:
         sign = 1 if action == "release" else -1
         started = changed = time.monotonic()
         last: int | None = None
-        while True:  # until the bytes are as expected, or no longer change, or patience ends
+        while True:  # until the right bytes have moved, and no more of them, or patience ends
             now, moved = time.monotonic(), sign * (self.free_bytes() - before)
             if moved != last:
                 last, changed = moved, now
             wrong = wrong_move(action, tags, engine.group.rank, expected, moved)
-            is_stable = expected is not None or now - changed >= STABLE_SECONDS
-            if (not wrong and is_stable) or now - started >= self.patience_seconds:
+            complete = expected is not None and moved >= expected
+            over = complete or now - changed >= STABLE_SECONDS
+            if (not wrong and over) or now - started >= self.patience_seconds:
                 break
             time.sleep(POLL_SECONDS)
         problems = [each for each in engine.group.all_gather(wrong).values() if each]
