@@ -5,6 +5,7 @@ because nothing else of ours lives as long as the scheduler does.
 """
 
 import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -94,8 +95,8 @@ class LoaderTrace:
     """Checkpoint names whose copies post_load_weights changes in place."""
     derived_bytes: int = 0
     """Bytes of the tensors that post_load_weights makes, such as MLA's w_kc and w_vc, beside the parameters."""
-    _places: list[tuple[dict[str, Any], str, int]] = field(default_factory=list)
-    """What the copies fill: a module's parameters, buffers or attributes, the name in there, the tensor's address."""
+    _places: tuple[Sequence[Any], ...] = ((), (), ())
+    """What the copies fill: dicts of a module's parameters, buffers or attributes; the names in there; the tensors' addresses."""
 
     @property
     def device(self) -> torch.device:
@@ -111,12 +112,13 @@ class LoaderTrace:
         targets = {storage(copy.target) for copy in self.copies()}
         modules = list(self.model.modules())
         members = [each for module in modules for each in (module._parameters, module._buffers, vars(module))]
-        self._places = [
+        found = [
             (each, name, address(value))
             for each in members
             for name, value in each.items()
             if isinstance(value, torch.Tensor) and storage(value) in targets
         ]
+        self._places = tuple(zip(*found, strict=True)) or ((), (), ())
 
     def _trace_all(self, undone: UndoneWrites) -> list[GroupTrace]:
         """Trace one group of each kind alone, the others together, and those alone that are then unlike the first."""
@@ -145,10 +147,12 @@ class LoaderTrace:
     def is_current(self) -> bool:
         """Whether the tensors that the copies fill are still the model's; SGLang may put others in their places.
 
-        Asked before each pull, so it only looks at those tensors.
+        Asked before each pull, so it only looks at those tensors, and without a loop in Python: that took 0.1 ms longer.
         """
-        found = ((each.get(name), place) for each, name, place in self._places)
-        return all(tensor is not None and address(tensor) == place for tensor, place in found)
+        owners, names, addresses = self._places
+        found: list[Any] = list(map(dict.get, owners, names))
+        where: Callable[[Any], int] = address if self.device.type == "meta" else torch.Tensor.data_ptr
+        return all(map(operator.is_not, found, itertools.repeat(None))) and tuple(map(where, found)) == addresses
 
     def refresh(self) -> None:
         """Trace again if SGLang has replaced a tensor."""
