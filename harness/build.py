@@ -2,12 +2,13 @@
 
 import faulthandler
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -17,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.cluster.mesh import build_meshes
 from harness.cluster.placement import place
-from harness.cluster.world import hard_exit
 from harness.inputs import Inputs
 from harness.observer import RunContext
 from harness.ppo import Ppo
@@ -27,10 +27,9 @@ from harness.rollout.engine_gpus import check_gpus
 from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.background import in_background
-from harness.runtime.errors import say, tell_torchrun
 from harness.runtime.events import EventLog
+from harness.runtime.exits import end_failed
 from harness.runtime.fork_server import collecting_nothing
-from harness.runtime.processes import descendants, end_processes
 from harness.runtime.run_record import RunRecord
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.critic import Critic
@@ -43,6 +42,8 @@ from harness.weights.names import names_in_checkpoint
 from harness.weights.sync import WeightSync
 from harness.weights.verification.verification import Verification
 from harness.weights.worker.kept_copies import find_copies
+
+T = TypeVar("T")
 
 CHECKED_PROMPTS = 4
 """How many prompts the verification generates greedily from, before and after a reload."""
@@ -64,13 +65,7 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
     # On a CPU the models are built while the engine's processes start. On a GPU they wait for it: SGLang sizes its KV cache by
     # the memory that is free, and must release it before there is room for the trainer.
     at_once = has_engine and has_trainer and run.world.device.type == "cpu" and run.engine_class is None
-    if at_once:
-        # DTensor uses fake tensors. In torch 2.11 built for CUDA, the first thread that does so on a machine without a GPU
-        # must outlive all others that do: their device guard is a thread-local variable of the first one. Without this line
-        # that is the thread below, and the next operation on a DTensor is a SIGSEGV.
-        with FakeTensorMode():
-            pass
-    background = in_background(build_models, "build-trainer") if at_once else None
+    background = _on_a_thread(build_models) if at_once else None
     engine = memory = sync = verification = None
     actor = critic = reference = None
     if has_engine:
@@ -84,12 +79,7 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
         with run.events.phase("build_trainer", waiting_for="actor, critic and reference"):
             actor, critic, reference = background.result() if background else build_models()
     if engine and memory and actor:
-        # What quantizes reads the weights when it is built.
-        with actor.on_device() if config.model.rollout_precision != "same" else nullcontext():
-            sync = build_sync(
-                run, engine, actor.model, inputs.model_folder, offloaded="actor" in config.memory.offload_parameters
-            )
-        run.observer.built("sync", sync)
+        sync = build_sync_of_actor(run, engine, actor, inputs)
         verification = Verification(
             config=config,
             world=run.world,
@@ -121,6 +111,18 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
         saved=inputs.saved,
         routed_shape=routed_shape(str(inputs.model_folder)) if config.rollout.routing != "off" and engine else None,
     )
+
+
+def _on_a_thread(build_models: Callable[[], T]) -> Future[T]:
+    """Build the trainer's models on a thread.
+
+    DTensor uses fake tensors. In torch 2.11 built for CUDA, the first thread that does so on a machine without a GPU must outlive
+    all others that do: their device guard is a thread-local variable of the first one. So this one uses them first. Otherwise the
+    next operation on a DTensor after the new thread's end is a SIGSEGV.
+    """
+    with FakeTensorMode():
+        pass
+    return in_background(build_models, "build-trainer")
 
 
 def import_sglang(run: RunContext) -> None:
@@ -173,7 +175,7 @@ def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollou
             base_port=config.engine.base_port,
             colocate=parallel.colocate,
             preset=config.engine.preset,
-            on_death=lambda message: _end_with(message, events),
+            on_death=lambda message: end_failed(message, message, "", events.fail),
             record_call=partial(_record_call, events),
             model_path=str(model_folder),
             **arguments | config.engine.args,
@@ -257,6 +259,16 @@ def build_trainer(
     return actor, critic, reference
 
 
+def build_sync_of_actor(run: RunContext, engine: RolloutEngine, actor: Actor, inputs: Inputs) -> WeightSync:
+    """Return what brings the actor's weights to the engine, after each update. A collective call of all ranks."""
+    offloaded = "actor" in run.config.memory.offload_parameters
+    # What quantizes reads the weights when it is built.
+    with actor.on_device() if run.config.model.rollout_precision != "same" else nullcontext():
+        sync = build_sync(run, engine, actor.model, inputs.model_folder, offloaded=offloaded)
+    run.observer.built("sync", sync)
+    return sync
+
+
 def build_sync(
     run: RunContext, engine: RolloutEngine, model: nn.Module, model_folder: Path, *, offloaded: bool = False
 ) -> WeightSync:
@@ -299,12 +311,3 @@ def _main_module_hidden() -> Iterator[None]:
 def _record_call(events: EventLog, name: str, seconds: float, succeeded: bool) -> None:
     with suppress(OSError):  # on a full disk the call's own failure must be raised
         events.fact("engine_call", call=name, seconds=seconds, ok=succeeded)
-
-
-def _end_with(message: str, events: EventLog) -> NoReturn:
-    """End this rank from the thread that watches the engine; the main thread may be in a collective for minutes."""
-    say(message + "\n")
-    tell_torchrun(message)
-    events.fail(message)
-    end_processes(descendants())
-    hard_exit(1)

@@ -31,7 +31,6 @@ from harness.cluster.world import (
     WorldError,
     all_gather,
     choose_device,
-    hard_exit,
     open_world,
     own_location,
 )
@@ -41,15 +40,14 @@ from harness.config.schema import Config
 from harness.observer import Observer, Observers, RunContext
 from harness.runtime import clock
 from harness.runtime.cpu_standins import activate
-from harness.runtime.errors import Found, Stopped, UnsupportedEnvironment, report_user_error, say, tell_torchrun
+from harness.runtime.errors import Found, Stopped, UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.events import Console, EventLog
+from harness.runtime.exits import end_failed, hard_exit
 from harness.runtime.fork_server import ForkServer, collecting_nothing
 from harness.runtime.memory_gauge import MemoryGauge
 from harness.runtime.phases import MEET, RUN
 from harness.runtime.processes import descendants, end_processes, start_time
 from harness.task.rewards import MakeReward
-
-FAILED = 1
 
 Job = Callable[[RunContext], str]
 """What a run does once its ranks have met. Returns the verdict of a run that passed, one line."""
@@ -77,61 +75,53 @@ def run(
     launched, entered = _launched_at(), clock.now()
     try:
         launch = Launch.from_environment(os.environ)
-    except WorldError as error:
-        return report_user_error(error, rank=0)
-    only_here = False  # whether other ranks may not have the mistake
+        dims = ParallelDims.of(config.parallel)
+        dims.validate(launch.world_size)
+    except ValueError as error:  # on every rank
+        return report_user_error(error, rank_in(os.environ))
     try:
-        ParallelDims.of(config.parallel).validate(launch.world_size)
-        only_here = True
         device = choose_device(config.engine.device, launch, config.parallel.colocate)
         own_location(device.type == "cpu", config.parallel.colocate)
     except ValueError as error:
-        return report_user_error(error, launch.rank, only_here)
-    # A copy of standard output, because descriptor 1 becomes the engine's log while the engine starts.
+        return report_user_error(error, launch.rank, alone=True)
     console = None
-    if launch.rank == 0:
+    if launch.rank == 0:  # a copy of standard output: descriptor 1 becomes the engine's log while the engine starts
         console = Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace"), launched)
     stand_ins = _prepare_environment(config, device)
     observer = Observers(observers)
     observer.launched(config, launch)
     try:  # from here on a failure has its observers, a console that is closed already too
-        if console and stand_ins:
-            names = ", ".join(stand_ins)
-            console.say(f"CPU mode: real SGLang on the CPU, with stand-ins for packages that need a GPU ({names})")
         if console:
+            if stand_ins:
+                names = ", ".join(stand_ins)
+                console.say(f"CPU mode: real SGLang on the CPU, with stand-ins for packages that need a GPU ({names})")
             console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
         observer.phase_begins(MEET, None)
         began_to_meet = clock.now()
         seconds, interface = config.run.timeout_seconds, config.network.interface
         with open_world(launch, device, seconds, config.parallel.colocate, interface) as world:
-            try:
-                folder = _make_run_folder(config)
-                context = RunContext(
-                    config=config,
-                    world=world,
-                    dims=ParallelDims.of(config.parallel),
-                    events=_open_events(folder, world, console, observer),
-                    folder=folder,
-                    launched=launched,
-                    observer=observer,
-                    rewards=rewards or {},
-                    servers=servers,
-                    engine_class=engine_class,
-                )
-                started = start_time(os.getpid())
-                context.events.span("launcher", launched, started)
-                context.events.span("imports of this process", started, entered)
-                context.events.span("meeting", began_to_meet, clock.now())
-                observer.met(context)
-                check_placement(context)
-            except (ConfigError, UnsupportedEnvironment) as error:
-                code = report_user_error(error, world.rank, alone=True)
-            else:
-                code = _run_job(job, context)
-    except (WorldError, NetworkError) as error:  # on every rank
+            folder = _make_run_folder(config)
+            context = RunContext(
+                config=config,
+                world=world,
+                dims=dims,
+                events=_open_events(folder, world, console, observer),
+                folder=folder,
+                launched=launched,
+                observer=observer,
+                rewards=rewards or {},
+                servers=servers,
+                engine_class=engine_class,
+            )
+            started = start_time(os.getpid())
+            context.events.span("launcher", launched, started)
+            context.events.span("imports of this process", started, entered)
+            context.events.span("meeting", began_to_meet, clock.now())
+            code = _run_job(job, context)
+    except (WorldError, NetworkError, ConfigError) as error:  # on every rank
         code = report_user_error(error, launch.rank)
     except Exception as error:  # the ranks did not meet, or one of them ended before all were ready
-        _end_failed(launch.rank, error, observer)
+        _fail(launch.rank, error, observer)
     observer.finished(code)
     # What is left is multiprocessing's resource tracker. It would warn about files that observers have removed.
     end_processes(descendants())
@@ -200,10 +190,12 @@ def _open_events(folder: Path, world: World, console: Console | None, observer: 
 def _run_job(job: str | Job, context: RunContext) -> int:
     """Run the job among ranks that have met. Return the exit code."""
     rank, events, observer = context.world.rank, context.events, context.observer
-    if rank == 0:  # as given, for the report of a run that fails early; the job writes what it became
-        write_config(context.folder, context.config, context.world.device_type)
-    observer.phase_ends(MEET, None)
     try:
+        observer.met(context)
+        check_placement(context)
+        if rank == 0:  # as given, for the report of a run that fails early; the job writes what it became
+            write_config(context.folder, context.config, context.world.device_type)
+        observer.phase_ends(MEET, None)
         began = clock.now()
         with collecting_nothing():
             work = _import_job(job) if isinstance(job, str) else job
@@ -218,7 +210,7 @@ def _run_job(job: str | Job, context: RunContext) -> int:
     except (Found, Stopped) as end:
         return report_user_error(end, rank)
     except Exception as error:
-        _end_failed(rank, error, observer, events)
+        _fail(rank, error, observer, events)
     except KeyboardInterrupt:
         observer.interrupted("SIGINT")
         raise
@@ -233,12 +225,8 @@ def _import_job(name: str) -> Job:
     return job
 
 
-def _end_failed(rank: int, error: Exception, observer: Observer, events: EventLog | None = None) -> NoReturn:
-    """Print this rank's own error, announce it, and end the engine's processes and this one.
-
-    Nothing is torn down, because other ranks and threads may be in collectives that will never end. If a watchdog observes
-    the run, it ends this process inside the announcement, and later prints the run's first failure.
-    """
+def _fail(rank: int, error: Exception, observer: Observer, events: EventLog | None = None) -> NoReturn:
+    """End this rank with its own error: in a few lines if `events` keeps the traceback."""
     text, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     lines = [f"rank {rank} FAILED: {text}"]
     if events:
@@ -248,14 +236,8 @@ def _end_failed(rank: int, error: Exception, observer: Observer, events: EventLo
         lines.append(f"rank {rank}: in {where}; traceback in {events.path}")
     else:
         lines += trace.splitlines()
-    say("\n".join(lines) + "\n")
-    tell_torchrun(text, trace)
-    if events:
-        events.fail(text, trace)  # which also tells the observers
-    else:
-        observer.failed(text, trace)
-    end_processes(descendants())
-    hard_exit(FAILED)
+    announce = events.fail if events else observer.failed  # events tell the observers too
+    end_failed("\n".join(lines), text, trace, announce)
 
 
 def _launched_at() -> float:

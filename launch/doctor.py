@@ -49,7 +49,8 @@ def read(words: list[str], world_size: str) -> Config:
 def look(config: Config) -> int:
     """Examine, and end the process (see hard_exit). Raise UnsupportedEnvironment without torch."""
     try:
-        from harness.cluster.world import Launch, hard_exit
+        from harness.cluster.world import Launch
+        from harness.runtime.exits import hard_exit
         from harness.tools.doctor.examine import examine
     except ImportError as error:
         raise UnsupportedEnvironment(f"{sys.executable} cannot import what the doctor needs: {error}.") from error

@@ -3,13 +3,12 @@
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -176,18 +175,6 @@ def check_devices(store: dist.Store, rank: int, world_size: int, device: str, ho
             f"{first['cpu']} finds no GPU that works, and {first['cuda']} does: mend the first one's GPUs, or set"
             ' engine.device = "cpu"'
         )
-
-
-def hard_exit(code: int) -> NoReturn:
-    """End this process now, without Python's teardown.
-
-    While Python 3.11 shuts down, a thread of torch or gloo that asks for the interpreter's lock aborts the process
-    ("terminate called without an active exception"). So ranks that had passed failed, twice in some hundred test runs.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a full disk, or a pipe that nobody reads
-            stream.flush()
-    os._exit(code)
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

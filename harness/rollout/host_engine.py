@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 from harness.cluster.ports import PortLease
-from harness.cluster.world import hard_exit
 from harness.rollout import engine_processes, sglang_api
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.engine_processes import (
@@ -26,6 +25,7 @@ from harness.rollout.forked_processes import Starts, forking
 from harness.runtime import scratch
 from harness.runtime.child_environment import child_environment
 from harness.runtime.errors import say
+from harness.runtime.exits import hard_exit
 from harness.runtime.fork_server import ForkServer
 from harness.runtime.processes import descendants, descendants_since, end_processes
 

@@ -188,6 +188,6 @@ def stops(engine: Any, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     activate()
     main(Path(sys.argv[1]))
-    from harness.cluster.world import hard_exit
+    from harness.runtime.exits import hard_exit
 
     hard_exit(0)

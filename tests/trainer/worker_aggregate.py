@@ -48,6 +48,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    from harness.cluster.world import hard_exit
+    from harness.runtime.exits import hard_exit
 
     hard_exit(0)
