@@ -12,6 +12,7 @@ from harness.config.layers import ConfigError, shown
 from harness.config.model_rules import model_rules, padding_warnings
 from harness.config.rules import Wrong, config_rules, config_warnings
 from harness.config.schema import Config
+from harness.config.without_effect import unread_settings
 from harness.runtime.errors import UnsupportedEnvironment
 
 SECTIONS = tuple(each.name for each in fields(Config))
@@ -29,7 +30,7 @@ class Resolved:
     reasons: tuple[str, ...]
     """A line for each value that was replaced: what it became, and why."""
     warnings: tuple[str, ...]
-    """A sentence for each setting that works, but not as its name suggests."""
+    """A sentence for each setting that works, but not as its name suggests, or that nothing reads."""
     not_checked: tuple[str, ...]
     """A line for each thing that could not be checked, and why."""
 
@@ -64,11 +65,15 @@ def resolve(config: Config, facts: Facts = NOTHING_KNOWN, sections: Collection[s
         steps = config.run.epochs * (facts.prompts // config.rollout.prompts_per_step)
         reasons.append(f"run.steps = {steps} (run.epochs = {config.run.epochs} over {facts.prompts} prompts)")
         resolved = replace(resolved, run=replace(config.run, steps=steps))
-    padded = padding_warnings(config, facts) if device == "cpu" else ()
+    warnings = [*config_warnings(config), *(padding_warnings(config, facts) if device == "cpu" else ())]
+    if "rollout" in sections:  # a whole run
+        warnings += unread_settings(resolved)
+        if not config.run.epochs or facts.prompts is not None:
+            warnings += _warmup_warnings(resolved)
     return Resolved(
         config=resolved,
         reasons=tuple(reasons),
-        warnings=(*config_warnings(config), *padded),
+        warnings=tuple(warnings),
         not_checked=tuple(_not_checked(config, facts, device, sections)),
     )
 
@@ -90,6 +95,12 @@ def _prompt_rules(config: Config, facts: Facts) -> Iterator[Wrong]:
     if known is not None and known < config.rollout.prompts_per_step:
         source = f"the {known} {what} that task.source = {shown(config.task.source)} has"
         yield Wrong("rollout.prompts_per_step", f"must be at most {source}, since a step takes no prompt twice")
+
+
+def _warmup_warnings(config: Config) -> Iterator[str]:
+    warmup, steps = config.algorithm.critic_warmup, config.run.steps
+    if warmup >= steps:
+        yield f"algorithm.critic_warmup = {warmup} is no less than run.steps = {steps}: the actor learns nothing in this run."
 
 
 def _not_checked(config: Config, facts: Facts, device: Device | None, sections: Collection[str]) -> Iterator[str]:

@@ -163,6 +163,67 @@ def test_a_setting_that_does_not_do_what_its_name_promises_is_warned_of(words: s
     assert part in sentence
 
 
+GRPO, RLOO = "--algorithm.advantage grpo", "--algorithm.advantage rloo"
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "why"),
+    [
+        (f"{GRPO} --critic.learning_rate 0.5 --algorithm.lam 0.9", "critic.learning_rate = 0.5, algorithm.lam = 0.9", '"grpo"'),
+        (f"{RLOO} --algorithm.normalize_by_std false", "algorithm.normalize_by_std = false", '"rloo"'),
+        ("--algorithm.kl_placement none --algorithm.kl_coefficient 1", "algorithm.kl_coefficient = 1.0", "no KL"),
+        ("--actor.tokens_per_microbatch 512 --actor.microbatch_size 2", "actor.microbatch_size = 2", "512 replaces it"),
+        ("--critic.tokens_per_microbatch 512 --critic.microbatch_size 2", "critic.microbatch_size = 2", "512 replaces it"),
+        ("--parallel.rank_order dp,pp,tp", 'parallel.rank_order = "dp,pp,tp"', "parallel.pp = 1"),
+        ("--weights.folder x", 'weights.folder = "x"', '"bucket"'),
+        ("--validation.rows 8", "validation.rows = 8", "validation.source is empty"),
+        ("--checkpoint.keep 2", "checkpoint.keep = 2", "no checkpoint is saved"),
+        ("--checkpoint.folder x", 'checkpoint.folder = "x"', "no checkpoint is saved"),
+        ("--trackers.experiment x", 'trackers.experiment = "x"', "wandb"),
+    ],
+)  # fmt: skip
+def test_settings_that_nothing_reads_are_named(words: str, settings: str, why: str) -> None:
+    [sentence] = resolve(config_of(words)).warnings
+    said, _, reason = sentence.partition(" no effect: ")
+    assert said.removesuffix(" has").removesuffix(" have") == settings and why in reason
+    assert resolve(config_of(words), sections=SYNC_SECTIONS).warnings == (), "the sync alone uses few sections"
+
+
+READ = (
+    "--critic.learning_rate 0.5 --algorithm.lam 0.9",
+    f"{GRPO} --algorithm.normalize_by_std false",
+    "--actor.microbatch_size 2 --critic.microbatch_size 2",
+    "--parallel.rank_order dp,pp,tp --parallel.pp 2",
+    "--weights.folder x --weights.transport disk",
+    "--weights.folder x --weights.verify full",
+    "--validation.rows 8 --validation.source arithmetic",
+    "--checkpoint.keep 2 --checkpoint.folder x --checkpoint.every 1",
+    "--checkpoint.folder x --checkpoint.resume latest",
+    "--trackers.experiment x --trackers.names wandb",
+)
+
+
+@pytest.mark.parametrize("words", READ)
+def test_settings_that_are_read_are_not_warned_of(words: str) -> None:
+    assert resolve(config_of(words)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "steps"),
+    [
+        ("--run.steps 4", Facts(), 4),
+        ("--run.epochs 2", Facts(prompts=20), 4),
+        ("--run.epochs 2", Facts(), None),
+    ],
+)
+def test_an_actor_that_never_learns_is_warned_of(words: str, facts: Facts, steps: int | None) -> None:
+    found = {
+        warmup: resolve(config_of(f"{words} --algorithm.critic_warmup {warmup}"), facts).warnings for warmup in (3, 4)
+    }
+    assert found[3] == ()
+    assert [f"run.steps = {steps}: the actor learns nothing" in said for said in found[4]] == ([True] if steps else [])
+
+
 @pytest.mark.parametrize("words", ["", LOSS, f"{LOSS} --algorithm.kl_estimator k1+", "--model.dtype bfloat16"])
 def test_defaults_need_no_warning(words: str) -> None:
     assert resolve(config_of(words)).warnings == ()

@@ -62,6 +62,32 @@ def test_a_warm_up_a_schedule_a_cap_and_packed_batches_on_two_engines_and_the_le
         assert {name: step[name] for name in learned} == {name: repeated[name] for name in learned}
 
 
+def test_what_is_said_to_have_no_effect_has_none(tmp_path: Path) -> None:
+    words = [QUICKSTART, "--algorithm.advantage", "grpo", "--algorithm.kl_placement", "none", "--run.steps", "2"]
+    words += ["--actor.tokens_per_microbatch", "512", "--task.max_prompt_tokens", "128"]
+    unread = {
+        **{"critic.learning_rate": "0.1", "critic.ppo_epochs": "2", "algorithm.gamma": "0.5", "algorithm.lam": "0.5"},
+        **{"algorithm.kl_coefficient": "1", "algorithm.kl_estimator": "abs", "actor.microbatch_size": "1"},
+        **{"parallel.rank_order": "dp,pp,tp", "weights.folder": str(tmp_path / "weights"), "validation.rows": "1"},
+        **{"checkpoint.keep": "1", "checkpoint.folder": str(tmp_path / "kept"), "trackers.experiment": "x"},
+    }
+    jobs = [
+        run(tmp_path / "plain", 2, *words),
+        run(tmp_path / "with", 2, *words, *(word for key, value in unread.items() for word in (f"--{key}", value))),
+    ]
+    for job in jobs:
+        assert job.process.returncode == 0, job.output()
+    said = "\n".join(line for line in jobs[1].output().splitlines() if " no effect: " in line)
+    assert [key for key in unread if f"{key} = " not in said] == []
+    timed = ("seconds", "memory/", "startup/", "tokens_per_second/")
+    measured = [
+        [{key: row[key] for key in row if not key.startswith(timed)} for row in job.metrics() if row["kind"] == "step"]
+        for job in jobs
+    ]
+    assert measured[0] == measured[1]
+    assert not (tmp_path / "weights").exists() and not (tmp_path / "kept").exists()
+
+
 def test_a_users_own_reward_from_a_file_with_rloo(tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text(REWARD)
     words = ["--task.source", str(write_rows(tmp_path / "rows")), "--task.max_prompt_tokens", "128"]
