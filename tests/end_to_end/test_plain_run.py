@@ -66,7 +66,11 @@ def on_two_ranks(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_what_ends_a_run_as_its_ranks_meet_is_said(script: str, said: str, tmp_path: Path) -> None:
     done = on_two_ranks(script, tmp_path)
     assert done.returncode == 1 and said in done.stdout, done.stdout[-4000:]
-    assert (script == BAD_OBSERVER) == ("Traceback" in done.stdout.partition("torch/distributed")[0])
+    assert "Traceback" not in done.stdout.partition("torch/distributed")[0], "ours is in the run's events"
+    traces = [
+        file.read_text() for file in tmp_path.glob("runs/*/events/rank1.jsonl") if "Traceback" in file.read_text()
+    ]
+    assert [str(tmp_path / "plain.py") in trace for trace in traces] == [True] * (script == BAD_OBSERVER)
 
 
 @pytest.mark.slow
