@@ -49,9 +49,13 @@ READ_BY_LIBRARIES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "TORCH_CPP_"),
 )
 """Prefixes of variables that Python and C libraries read when they are loaded, which no Python code sees."""
-MAY_DIFFER = ("TMPDIR", "TEMP", "TMP", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONSAFEPATH")
-"""Variables that may differ: tempfile looks at the folders again in a forked process, a terminal's size does not matter, and
-what is imported later is looked for where the task says."""
+MAY_DIFFER = (
+    *("TMPDIR", "TEMP", "TMP", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONSAFEPATH"),
+    "TORCHINDUCTOR_CACHE_DIR",
+)
+"""Variables that may differ: tempfile looks at the folders again in a forked process, a terminal's size does not matter, what
+is imported later is looked for where the task says, and torch asks for the folder of its kernels at each use. Imports set that
+one: SGLang's to a folder of its own (0.5.23 does, 0.5.17 does not), torch's to another, so it depends on what comes first."""
 FOR_CLIENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that a server blocks: the terminal and launchers send them to its client, which ends it."""
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
