@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from harness.runtime import kernel_caches
 from harness.runtime.cpu_standins import activate
 
 # Programs that tests start import this checkout, whatever the environment's `import harness` finds.
 CHECKOUT = str(Path(__file__).resolve().parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CHECKOUT, os.environ.get("PYTHONPATH")]))
+
+CACHES_GIVEN = {name: os.environ[name] for name in kernel_caches.FOLDERS if name in os.environ}
 
 # The published torchvision does not import beside a CPU torch, and transformers imports it. Not a fixture: test modules
 # import transformers while they are collected.
@@ -37,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def caches_as_given() -> None:
+    """Take back what imports have set: programs that tests start have the user's variables, whatever was imported here."""
+    for name in kernel_caches.FOLDERS:
+        os.environ.pop(name, None)
+    os.environ.update(CACHES_GIVEN)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,6 @@ def ended(folder: Path, *words: str, **variables: str) -> subprocess.CompletedPr
         os.environ | NO_DUMPS | variables | {"TMPDIR": os.readlink(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
     )
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999", "OMP_NUM_THREADS": "1"}
-    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which torch's import sets, in pytest too
     command = [sys.executable, str(SCRIPT), str(folder), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
