@@ -159,7 +159,6 @@ def trainer_share(
     compute: int,
     *,
     tokens: int = 0,
-    checkpointing: bool = False,
     head: bool = True,
 ) -> TrainerShare:
     """Return the share of a model with a language model's head, or with the single row of a value head.
@@ -183,7 +182,7 @@ def trainer_share(
     logits = {"logits": tokens * model.vocab_size * (compute + 4 * FLOAT32_BYTES)} if head else {}
     gathered = {GATHERED: outside * compute}
     inputs = tokens * model.hidden_size * len(model.layers) * compute
-    kept = {"layers' inputs kept": inputs * checkpointing}
+    kept = {"layers' inputs kept": inputs}
     parameters = (held + outside) // ranks * master
     return TrainerShare(
         parameters=parameters,
@@ -205,15 +204,14 @@ def formula_shares(config: Config) -> Shares:
     kv_bytes = 1 if str(arguments.get("kv_cache_dtype")).startswith("fp8") else element
     quantized = FP8_BYTES if config.model.rollout_precision == "fp8_block" else None
 
-    def share(updates: Updates, master: int, learns: bool = True, head: bool = True) -> TrainerShare:
-        tokens, checkpointing = microbatch_tokens(config, updates), learns and updates.gradient_checkpointing
-        return trainer_share(model, ranks, master, element, tokens=tokens, checkpointing=checkpointing, head=head)
+    def share(updates: Updates, master: int, head: bool = True) -> TrainerShare:
+        return trainer_share(model, ranks, master, element, tokens=microbatch_tokens(config, updates), head=head)
 
     trainers: dict[Role, TrainerShare] = {"actor": share(config.actor, master)}
     if config.algorithm.has_critic:
         trainers["critic"] = share(config.critic, master, head=False)
     if config.algorithm.kl_placement != "none":
-        trainers["reference"] = share(config.actor, element, learns=False)
+        trainers["reference"] = share(config.actor, element)
     return Shares(
         parameters=model.parameters,
         engine=engine_shares(model, parallel.tp, parallel.pp, element, kv_bytes, quantized),
@@ -399,8 +397,19 @@ class MemoryEstimate:
             "",
             f"VERDICT: {self.verdict()}",
             *(line for number, each in enumerate(self.problems, 1) for line in _sentence(f"{number}. {each}", "     ")),
-            *(line for note in NOTES for line in _sentence(f"- {note}")),
+            *(line for note in (*self._activations(), *NOTES) for line in _sentence(f"- {note}")),
         ]
+
+    def _activations(self) -> tuple[str, ...]:
+        """Return a note on the learners whose activations are all kept: of these only a part is counted."""
+        learners = ("actor", "critic") if self.config.algorithm.has_critic else ("actor",)
+        keep_all = [role for role in learners if not getattr(self.config, role).gradient_checkpointing]
+        if not keep_all:
+            return ()
+        return (
+            f"{' and '.join(keep_all)} keep every activation of a microbatch until the backward pass, because gradient_checkpointing"
+            " is off; only the layers' inputs are counted, so updates take more. launch/full_size.py counts them all.",
+        )
 
     def _precision(self) -> str:
         model = self.config.model

@@ -38,8 +38,11 @@ _ECHO = re.compile(
 _FAILED_ON = re.compile(
     r"^(?:EngineFailed|WeightsRefused|FloatingPointError): .*?(?:\bon |\(|: )ranks? (\d+(?:, \d+)*)"
 )
-# The tokenizer manager's own error: it talks to processes of its host only, so it loses no peer.
-_OWN = re.compile(r"^EngineFailed: SGLang's \S+ failed in this process: ")
+# Errors that this rank has by itself, whatever they quote: the tokenizer manager talks to processes of its host only, a reward
+# to services of its own, and a program that did not end in time is no peer.
+_OWN = re.compile(r"^(?:EngineFailed: SGLang's \S+ failed in this process|RewardFailed|TimeoutExpired): ")
+# Reasons that gloo and NCCL give in the same errors as a lost peer, but which lie here.
+_OWN_REASON = re.compile(r"out of memory|ncclInvalidUsage|ncclInvalidArgument|Duplicate GPU", re.IGNORECASE)
 _RAISED_FROM = "The above exception was the direct cause of the following exception:"
 ERROR_LENGTH = 300  # characters of an error that are kept: a heartbeat must fit in few packets
 TRACE_LINES, TRACE_WIDTH = 10, 140  # of a traceback's end, for the same reason
@@ -58,7 +61,9 @@ def is_echo(error: str, rank: int) -> bool:
     if _OWN.match(error):
         return False
     blamed = _FAILED_ON.match(error)
-    return (blamed is not None and str(rank) not in blamed[1].split(", ")) or _ECHO.search(error) is not None
+    if blamed is not None and str(rank) not in blamed[1].split(", "):
+        return True
+    return _ECHO.search(error) is not None and not _OWN_REASON.search(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,10 @@ CAUSES = [
     "RuntimeError: The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 1",
     "OSError: [Errno 28] No space left on device",
     "EngineFailed: SGLang's TokenizerManager.handle_loop failed in this process: EOFError: Ran out of input (SGLang ...",
+    "RewardFailed: task.reward = rw.py:f raised ConnectionError: reward service 10.0.0.7: connection refused",
+    "TimeoutExpired: Command '['nvidia-smi']' timed out after 5 seconds",
+    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94: Cuda failure 2 'out of memory'",
+    "torch.distributed.DistBackendError: ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000",
 ]
 
 
