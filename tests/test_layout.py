@@ -32,7 +32,7 @@ TOOLS = {
     "bisection": {"command_line", "diagnose", "environments", "hosts"},
     "command_line": {"fault_spec"},
     "diagnose": set(),
-    "doctor": {"environment_file", "ranks"},
+    "doctor": {"environment_file", "preflight", "ranks"},
     "environment_file": set(),
     "environments": set(),
     "export": {"bisection", "command_line", "diagnose", "environment_file"},

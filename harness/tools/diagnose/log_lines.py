@@ -21,6 +21,8 @@ _FAILURE_KEYS = (
     "error", "traceback", "detail", "text", "said", "message", "msg", "log", "exception", "exc_info", "stack",
 )  # fmt: skip
 """Keys whose values in JSON lines, ours and others', describe a failure."""
+_OF_OUR_EVENTS = {"event", "rank", "host", "time"}
+"""Keys of every line of a run's events. structlog calls its message "event" too."""
 
 
 def log_files(paths: Sequence[str]) -> list[str]:
@@ -83,7 +85,7 @@ def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
             texts = [line for text in _failure_texts(value) for line in text.splitlines()]
         except (ValueError, RecursionError):  # not JSON: it is read as text
             value, texts = None, []
-        if texts or (isinstance(value, dict) and "event" in value):
+        if texts or (isinstance(value, dict) and value.keys() >= _OF_OUR_EVENTS):
             yield from ((number, uncoloured(line.encode(errors="replace"))) for line in texts)
         else:
             for offset, line in enumerate(chunk.splitlines()):

@@ -23,6 +23,7 @@ from harness.cluster.world import Launch, behaviour, choose_device, host_identit
 from harness.config.layers import digest
 from harness.config.schema import Config
 from harness.tools.environment_file import package_versions
+from harness.tools.preflight import written_folders
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,9 +96,13 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
     except ValueError as error:  # as a run of this config would raise it
         problem = str(error)
     gpu, gpu_reason = look_at_gpu(device)
-    key = "weights.folder" if config.weights.folder else "run.dir"
-    folder = Path(config.weights.folder or config.run.dir or "runs").absolute()
-    paths = [("model.name", config.model.name), *(("task.source", source) for source in config.task.source)]
+    folders = {"run.dir": config.run.dir or "runs"} | written_folders(config)
+    paths = [
+        ("model.name", config.model.name),
+        *(("task.source", source) for source in config.task.source),
+        *(("validation.source", source) for source in config.validation.source),
+        ("task.reward", config.task.reward.rpartition(".py:")[0] and config.task.reward.rpartition(":")[0]),
+    ]
     return RankFacts(
         rank=launch.rank,
         pid=os.getpid(),
@@ -115,16 +120,19 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
         shared_memory=room("/dev/shm"),
         folders={
             f"TMPDIR = {tempfile.gettempdir()}": room(tempfile.gettempdir()),
-            f"{key} = {folder}": room(next(each for each in (folder, *folder.parents) if os.path.isdir(each))),
+            **{f"{key} = {Path(given).absolute()}": room(_deepest(Path(given))) for key, given in folders.items()},
         },
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         versions=versions(),
         environment=behaviour(environment),
         preload=environment.get("LD_PRELOAD", ""),
-        absent=tuple(
-            f"{name} = {path}" for name, path in paths if "/" in path and not os.path.exists(os.path.expanduser(path))
-        ),
+        absent=tuple(f"{name} = {path}" for name, path in paths if "/" in path and not os.path.exists(path)),
     )
+
+
+def _deepest(folder: Path) -> Path:
+    """Return the folder itself, or the nearest one above it that exists: where it would be made."""
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
 
 
 def room(folder: str | Path) -> int:

@@ -54,9 +54,17 @@ def read_metrics(file: Path) -> list[Metrics]:
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if is_regular(file) else []:
         with suppress(ValueError, RecursionError):
             row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step", 0), int | float):
+            if isinstance(row, dict) and _has_numbers(row):
                 rows.append(row)
     return rows
+
+
+def _has_numbers(row: Metrics) -> bool:
+    """Return whether a row, which anybody may have written, has the numbers that a report counts with."""
+    counted = [row.get("step", 0), *(value for key, value in row.items() if key.startswith("startup/"))]
+    if row.get("kind") == "validation":
+        counted.append(row.get("validation/step"))
+    return all(isinstance(value, int | float) for value in counted)
 
 
 def known_failure(folder: Path) -> CatalogueMatch | None:

@@ -369,10 +369,12 @@ def importance_sampling(draft: Draft) -> None:
 def batches(draft: Draft, section: str, prefix: str) -> None:
     """Set minibatches and microbatches. verl counts a minibatch in prompts; the critic's in sequences before 0.4."""
     key, responses = f"{prefix}.ppo_mini_batch_size", draft.integer("@.rollout.n", least=1)
+    sources = [key]
     if section == "critic" and not draft.since("0.8"):  # 0.4 to 0.7 multiply by rollout_n, by default rollout.n
         responses = draft.integer("critic.rollout_n", least=1) if draft.since("0.4") else 1
+        sources += ["critic.rollout_n"] * draft.given("critic.rollout_n")
     note = f"x {responses} responses" if responses > 1 else ""
-    draft.put(f"{section}.minibatch_size", draft.integer(key, least=1) * responses, key, note=note)
+    draft.put(f"{section}.minibatch_size", draft.integer(key, least=1) * responses, *sources, note=note)
     dynamic, budget = f"{prefix}.use_dynamic_bsz", f"{prefix}.ppo_max_token_len_per_gpu"
     per_rank, over_ranks = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{prefix}.ppo_micro_batch_size"
     if draft.get(dynamic):

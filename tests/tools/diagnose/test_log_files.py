@@ -99,10 +99,17 @@ def test_a_traceback_within_a_value_of_foreign_json(tmp_path: Path) -> None:
 
 
 def test_json_lines_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.jsonl").write_text('{"event": "ok"}\n' * 3 + json.dumps({"event": "failed", "error": ERROR}) + "\n")
+    ours = {"time": 1.5, "rank": 0, "host": "h"}
+    rows = [*[ours | {"event": "ok"}] * 3, ours | {"event": "failed", "error": ERROR}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("it is read whole"))
     monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("it is read whole"))
     assert [number for number, _ in raw_lines(str(tmp_path / "a.jsonl"))] == [4]
+
+
+def test_the_message_of_a_row_of_structlog_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"event": ERROR, "level": "error"}) + "\n")
+    assert slug(diagnose([str(tmp_path / "a.jsonl")])) == SLUG
 
 
 def test_standard_input_may_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,19 @@ def test_absent_is_what_may_be_a_path_and_is_not_there(tmp_path: Path) -> None:
     assert collect(Config(), LAUNCH, TORCHRUN).absent == ()
 
 
+def test_every_folder_that_a_run_writes_and_file_that_it_reads_is_looked_at(tmp_path: Path) -> None:
+    config = Config(model=Model(name="~/m"))
+    config.run.dir, config.weights.folder = "/proc/nope", str(tmp_path / "new")
+    config.checkpoint.every, config.checkpoint.folder = 1, "/proc/nope2"
+    config.validation.source, config.task.reward = ("/nope/val.parquet",), "/nope/r.py:f"
+    found = collect(config, LAUNCH, TORCHRUN)
+    full = [name for name, free in found.folders.items() if not free]
+    assert full == ["run.dir = /proc/nope", "checkpoint.folder = /proc/nope2"]
+    assert f"weights.folder = {tmp_path / 'new'}" in found.folders
+    absent = ("model.name = ~/m", "validation.source = /nope/val.parquet", "task.reward = /nope/r.py")
+    assert found.absent == absent, "no other command takes ~ for the home"
+
+
 def test_a_name_that_does_not_resolve_is_said() -> None:
     found = collect(Config(), LAUNCH, TORCHRUN | {"MASTER_ADDR": "no-such-host.invalid"})
     assert found.route is None and found.master

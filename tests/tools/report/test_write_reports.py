@@ -191,6 +191,8 @@ def test_a_torn_or_foreign_file_keeps_nobody_from_the_rest_of_a_run(foreign: str
     for name in ("metrics.jsonl", "events/rank0.jsonl"):
         with (folder / name).open("a") as file:
             file.write(foreign + "\n" + '{"step": "x", "phase": {"y": 1}}\n')
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "validation", "validation/x": 1}\n{"kind": "step", "step": 9, "startup/a": "b"}\n')
     with (folder / "events" / "rank0.jsonl").open("a") as file:
         file.write(
             '{"time": 1e9, "rank": 0, "host": "h", "event": "phase_start", "phase": 7, "step": "\\"; import os"}\n'
