@@ -88,7 +88,13 @@ class Draft:
         return otherwise if self.get(key) in (None, False) else self.number(key)
 
     def put(self, key: str, value: Any, *sources: str, note: str = "") -> None:
-        """Set a harness key, whose value comes from these keys of verl. Raise ConfigError for a value of another type."""
+        """Set a harness key, whose value comes from these keys of verl. Raise ConfigError for a value of another type.
+
+        A value that refers to something which only hydra knows, such as ${oc.env:HOME}, is not set.
+        """
+        if isinstance(value, str) and "${" in value:
+            self.lose(f"{value} has a reference that only hydra can resolve; write its value", *sources)
+            return
         kind = key_types().get(key)
         if kind in KINDS:
             value = of_type(kind, value, sources[0] if sources else key)

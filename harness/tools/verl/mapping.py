@@ -158,6 +158,8 @@ def engine(draft: Draft) -> None:
     for argument, value in draft.verl.after(prefix).items():
         if argument in derived:
             draft.lose(f"the harness sets {argument} from {derived[argument]}", prefix + argument)
+        elif "." in argument:
+            draft.lose("a table; SGLang takes it as a text in JSON", prefix + argument)
         elif value is None:
             draft.ignore("null: SGLang's own default", prefix + argument)
         else:

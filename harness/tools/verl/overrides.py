@@ -230,6 +230,8 @@ class VerlConfig:
             if name in self.given:
                 return self.given[name].value
             known = defaults(self.release, self.trainer)
+            if name not in known and not match[0].startswith("${oc."):
+                return match[0]  # hydra would refuse it
             return known[name] if name in known else _bare((match["default"] or "").strip().strip("\"'"))
 
         whole = _REFERENCE.fullmatch(value)
