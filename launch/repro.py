@@ -84,6 +84,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("give either names of cases or --all; `launch/repro.py list` shows the names.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # like Ctrl-C, it ends the variant first
     cases = chosen_cases(options) if options.all else [case for name in options.names for case in find(name)]
+    if not cases:
+        raise ConfigError("no case is of these --needs with --no-engine; `launch/repro.py list` shows them all.")
     gpus = visible_gpus()
     with run_cases.sharing_imports(cases, gpus) as server:
         verdicts = [run_cases.run_case(case, gpus, server) for case in cases]

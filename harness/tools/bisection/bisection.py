@@ -14,7 +14,7 @@ from harness.tools.bisection.candidates import Candidate, CannotRevert, is_build
 from harness.tools.bisection.classify import LOG, Run, import_failure, run_once
 from harness.tools.bisection.confidence import Rerun, last_good, next_rerun
 from harness.tools.bisection.installation import Commits, Environment, Provider, Unavailable
-from harness.tools.bisection.question import AUTO, WrongQuestion, parse_seconds
+from harness.tools.bisection.question import AUTO, Pause, WrongQuestion, parse_seconds
 from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate, untested
 from harness.tools.bisection.state import Attempt, Confirmation, Record, State
 
@@ -148,7 +148,7 @@ class Bisection:
             confirmation.reverted = self._judge(without, environment, runs)
             self._tell(confirmation.reverted, without)
             if confirmation.reverted.verdict == state.record(0).verdict:
-                confirmation.control = self._judge(tip, state.record(len(state.candidates) - 1).environment, runs)
+                confirmation.control = self._judge(tip, self._environment_again(tip), runs)
                 self._tell(confirmation.control, tip)
         state.confirmation = confirmation
         state.unfinished.clear()
@@ -156,6 +156,7 @@ class Bisection:
 
     def _run_again(self, rerun: Rerun) -> None:
         candidate, record, failures = self.state.candidates[rerun.index], self.state.record(rerun.index), 0
+        record.environment = self._environment_again(candidate)
         for _ in range(rerun.runs):
             made = self._run(candidate, record.environment, len(record.attempts) + 1)
             record.attempts.append(made)
@@ -204,6 +205,13 @@ class Bisection:
         if not options.git and (seen or not options.environments) and not _is_version(seen, candidate.name):
             raise Unavailable(f"its environment has {options.package} {seen} (PYTHONPATH may hide it).")
         return environment
+
+    def _environment_again(self, candidate: Candidate) -> Environment:
+        """Return the environment of a candidate that has run: the cache may have been deleted since. Raises Pause."""
+        try:
+            return self._environment(candidate)
+        except Unavailable as problem:
+            raise Pause(f"{candidate.label} has run, but cannot be installed again: {problem}") from problem
 
     def _run(self, candidate: Candidate, environment: Environment, number: int) -> Attempt:
         """Run the command. If the machine may be at fault in a failure, run it once more and return that second run."""

@@ -106,11 +106,12 @@ def find_candidates(question: Question) -> list[Candidate]:
 
 
 def between(found: Mapping[Version, Candidate], older: str, newer: str, source: str) -> list[Candidate]:
-    """Return the versions from `older` to `newer`, both included. A yanked release or a release candidate is only an end.
+    """Return the versions from `older` to `newer`, both included. A yanked release is only an end.
 
-    Raises WrongQuestion.
+    So is a release candidate or a nightly build, unless an end is one too. Raises WrongQuestion.
     """
     low, high = ends = _version(older), _version(newer)
+    final = not any(end.is_prerelease for end in ends)
     for version in ends:
         if version not in found:
             kept = sorted(each for each in found if not found[each].yanked)
@@ -123,7 +124,8 @@ def between(found: Mapping[Version, Candidate], older: str, newer: str, source: 
     return [
         found[version]
         for version in sorted(found)
-        if version in ends or (low < version < high and not found[version].yanked and not version.is_prerelease)
+        if version in ends
+        or (low < version < high and not found[version].yanked and not (final and version.is_prerelease))
     ]
 
 

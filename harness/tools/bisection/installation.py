@@ -182,7 +182,7 @@ def find_python(wanted: str) -> str:
         return _ask_uv(["python", "find", wanted, "--system", "--no-python-downloads"]).strip()
     if not Path(wanted).exists():
         raise Unavailable(f"there is no {wanted}.")
-    return wanted
+    return str(Path(wanted).absolute())  # candidates are not looked at from this folder
 
 
 def uv_problem(stderr: str, code: int = 1) -> Exception:

@@ -201,7 +201,7 @@ def command_of(question: Question, python: str, folder: Path) -> list[str]:
         return [python, str(script), *(rest if first.endswith(".py") else rest[1:])]
     if first == "torchrun":
         return [python, "-P", "-m", "torch.distributed.run", *rest]
-    return [python if _is_python(first) else first, *rest]
+    return [python if _is_python(Path(first).name) else first, *rest]
 
 
 def is_of_this_repository(question: Question) -> bool:

@@ -3,7 +3,8 @@
 # find, bash calls command_not_found_handle with the expanded words. It records them to the file descriptor RECORD_FD: before each
 # word the id of the process that bash forks for a command, so that the commands of a pipe do not mix; \1 ends a command.
 # What the command would have printed is unknown. It prints a hole in its place, that id between \2 and \3, which ends up in
-# the words that depend on the output.
+# the words that depend on the output. The id's digits are control characters, from \016 on: a script that takes the digits out of
+# the output, or the letters, must not find any.
 
 # set -x writes here, where nobody reads. Errors of bash stay apart.
 BASH_XTRACEFD=TRACE_FD
@@ -17,12 +18,13 @@ readonly HISTFILE
 trap '' PIPE
 
 command_not_found_handle() {
-    local word
+    local word id= at
     for word; do builtin printf '%s:%s\0' "$BASHPID" "$word" >&RECORD_FD; done
     builtin printf '%s:\1\0' "$BASHPID" >&RECORD_FD
     # These ask what the machine has. They print nothing and fail, as they do on a machine that does not have it.
     case "$1 $*" in *python*' -c '*print*) ;; *python*' -c '* | 'which '* | 'npu-smi '* | 'rocm-smi '*) return 1 ;; esac
-    builtin printf '\2%s\3\n' "$BASHPID" 2>&TRACE_FD  # nobody may read it
+    for ((at = 0; at < ${#BASHPID}; at++)); do builtin printf -v id '%s\\x%x' "$id" $((14 + ${BASHPID:at:1})); done
+    builtin printf '\2%b\3\n' "$id" 2>&TRACE_FD  # nobody may read it
 }
 
 # The commands that have a result: experiments are named by the date, and files by the folder of the script.

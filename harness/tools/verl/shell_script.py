@@ -49,7 +49,9 @@ _OWN_PATH = re.compile(r"\$\{BASH_SOURCE(?:\[0\])?(?::-[^{}]*)?\}|\$BASH_SOURCE\
 _INPUT = rf"(?:\{{\w+\}}|[0-9]+)?<{{1,3}}&?[ \t]*(?:<\(cat [^\n]*?\)|{_FILE})"
 _EXEC = re.compile(rf"(?<![\w$./-])exec(?=(?:[ \t]+{_INPUT})+[ \t]*(?:[;\n&|)}}#]|\Z))")
 """An exec that only opens files to read, once _without_redirections has rewritten them."""
-_HOLE = re.compile("\2([0-9]+)\3\n?|\2[0-9]*\3?|[0-9]*\3")
+_DIGITS = {0x0E + digit: str(digit) for digit in range(10)}
+"""The characters that expand.bash writes an id with -> digits."""
+_HOLE = re.compile("\2([\x0e-\x17]+)\3\n?|\2[\x0e-\x17]*\3?|[\x0e-\x17]+\3?|\3")
 """What expand.bash prints in place of a command's output: the id of its process; or what is left of that in ${NAME%?}."""
 _STUCK = re.compile(r"error token|not a valid identifier")
 """An error of bash after which a variable is not set: in arithmetic, or in the name of a variable."""
@@ -103,7 +105,7 @@ def command_of_script(text: str, arguments: Sequence[str], environment: Mapping[
     named = {process: _HOLE.sub("$(...)", " ".join(words)) for process, words in commands}
 
     def with_commands(text: str) -> str:
-        return _HOLE.sub(lambda match: f"$({named.get(match[1], '...')})", text)
+        return _HOLE.sub(lambda match: f"$({named.get((match[1] or '').translate(_DIGITS), '...')})", text)
 
     stuck = [with_commands(line) for line in said if _HOLE.search(line) and _STUCK.search(line)]
     said = [with_commands(line) for line in said]

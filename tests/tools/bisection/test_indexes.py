@@ -53,3 +53,11 @@ def test_a_page_in_json() -> None:
 )
 def test_what_is_between_two_ends(older: str, newer: str, names: list[str]) -> None:
     assert [each.name for each in between(found(), older, newer, "sglang")] == names
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "count"), [("2.9.0.dev1", "2.9.0.dev3", 3), ("2.8", "2.9.0.dev3", 4), ("2.8", "2.9", 2)]
+)
+def test_nightly_builds_are_tried_between_nightly_builds(older: str, newer: str, count: int) -> None:
+    names = ["2.8", "2.9.0.dev1", "2.9.0.dev2", "2.9.0.dev3", "2.9"]
+    assert len(between({Version(name): Candidate(name=name) for name in names}, older, newer, "torch")) == count
