@@ -260,7 +260,7 @@ def build_trainer(
 
 
 def build_sync_of_actor(run: RunContext, engine: RolloutEngine, actor: Actor, inputs: Inputs) -> WeightSync:
-    """Return what brings the actor's weights to the engine, after each update. A collective call of all ranks."""
+    """Build the sync of the actor's weights, and announce it. A collective call of all ranks."""
     offloaded = "actor" in run.config.memory.offload_parameters
     # What quantizes reads the weights when it is built.
     with actor.on_device() if run.config.model.rollout_precision != "same" else nullcontext():

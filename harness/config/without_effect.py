@@ -17,7 +17,7 @@ class Unread:
     """section.name, or a section for all of its keys."""
     when: Callable[[Config], bool]
     why: str
-    """What makes the run one of these; {config.section.name} stands for a value."""
+    """Why such a run does not read them. {config.section.name} is replaced by its value."""
 
 
 UNREAD = (
@@ -91,7 +91,7 @@ def unread_settings(config: Config) -> Iterator[str]:
 
 
 def _keys(word: str) -> list[str]:
-    """Return the keys of a section, or the one key."""
+    """Return all keys of a section. A word with a dot is one key already."""
     return [word] if "." in word else [f"{word}.{each.name}" for each in fields(getattr(DEFAULTS, word))]
 
 

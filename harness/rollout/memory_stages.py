@@ -23,8 +23,8 @@ WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.05
 """How far two moves of the same tags may differ, whichever is more: CUDA maps memory in pieces of 2 MiB."""
 STABLE_SECONDS = 0.1
-"""A move of fewer bytes than are expected is over when the free bytes have not changed for this long, even if the difference
-is within the slack: of a KV cache of 129 GB 122 had been freed when one was read, and then its resume took too many."""
+"""A move is over when the expected bytes have moved, or when nothing has moved for this long. To be within the slack is not enough:
+once 122 GB of a KV cache of 129 had been freed when we looked, and the resume of all of it then seemed to take too much."""
 POLL_SECONDS = 0.01
 
 Action = Literal["release", "resume"]

@@ -13,10 +13,10 @@ FAILED = 1
 
 
 def hard_exit(code: int) -> NoReturn:
-    """End this process now, without Python's teardown.
+    """Exit at once, and skip Python's own shutdown.
 
-    While Python 3.11 shuts down, a thread of torch or gloo that asks for the interpreter's lock aborts the process
-    ("terminate called without an active exception"). So ranks that had passed failed, twice in some hundred test runs.
+    If a thread of torch or gloo asks for the interpreter's lock while Python 3.11 shuts down, the process aborts ("terminate called
+    without an active exception"). That made ranks fail that had passed, twice in some hundred test runs.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a full disk, or a pipe that nobody reads

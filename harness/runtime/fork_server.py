@@ -53,9 +53,9 @@ MAY_DIFFER = (
     *("TMPDIR", "TEMP", "TMP", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONSAFEPATH"),
     "TORCHINDUCTOR_CACHE_DIR",
 )
-"""Variables that may differ: tempfile looks at the folders again in a forked process, a terminal's size does not matter, what
-is imported later is looked for where the task says, and torch asks for the folder of its kernels at each use. Imports set that
-one: SGLang's to a folder of its own (0.5.23 does, 0.5.17 does not), torch's to another, so it depends on what comes first."""
+"""Variables that may differ, because nothing keeps what it read of them at import: tempfile and torch look for their folders again
+at each use, modules that are imported later are looked for where the task says, and the size of a terminal does not matter.
+Importing torch's compiler sets TORCHINDUCTOR_CACHE_DIR, and so does importing SGLang 0.5.23, to another folder. The first one wins."""
 FOR_CLIENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that a server blocks: the terminal and launchers send them to its client, which ends it."""
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))

@@ -30,7 +30,7 @@ class FakeEngine:
     late: int = 0
     """How many readings pass before a move shows on this rank."""
     late_share: float = 1.0
-    """How much of it these readings do not show."""
+    """The share of a move that these readings do not show yet."""
     free: int = 10_000 * MIB
     calls: list[str] = field(default_factory=list)
     _offloaded: set[str] = field(default_factory=set)

@@ -106,9 +106,9 @@ def find_candidates(question: Question) -> list[Candidate]:
 
 
 def between(found: Mapping[Version, Candidate], older: str, newer: str, source: str) -> list[Candidate]:
-    """Return the versions from `older` to `newer`, both included. A yanked release is only an end.
+    """Return the versions from `older` to `newer`, both included. Raises WrongQuestion.
 
-    So is a release candidate or a nightly build, unless an end is one too. Raises WrongQuestion.
+    Yanked releases in between are left out. So are release candidates and nightly builds, if both ends are final releases.
     """
     low, high = ends = _version(older), _version(newer)
     final = not any(end.is_prerelease for end in ends)

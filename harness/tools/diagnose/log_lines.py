@@ -22,7 +22,7 @@ _FAILURE_KEYS = (
 )  # fmt: skip
 """Keys whose values in JSON lines, ours and others', describe a failure."""
 _OF_OUR_EVENTS = {"event", "rank", "host", "time"}
-"""Keys of every line of a run's events. structlog calls its message "event" too."""
+"""Every line of a run's events has all of these. "event" alone is not enough: structlog calls its message that."""
 
 
 def log_files(paths: Sequence[str]) -> list[str]:

@@ -88,9 +88,9 @@ class Draft:
         return otherwise if self.get(key) in (None, False) else self.number(key)
 
     def put(self, key: str, value: Any, *sources: str, note: str = "") -> None:
-        """Set a harness key, whose value comes from these keys of verl. Raise ConfigError for a value of another type.
+        """Set a key of the harness. sources: the keys of verl that its value comes from. Raise ConfigError for a wrong type.
 
-        A value that refers to something which only hydra knows, such as ${oc.env:HOME}, is not set.
+        A value with a reference that only hydra can resolve, such as ${oc.env:HOME}, is reported as unsupported and not set.
         """
         if isinstance(value, str) and "${" in value:
             self.lose(f"{value} has a reference that only hydra can resolve; write its value", *sources)
