@@ -395,9 +395,9 @@ def adopt_orphans() -> None:
     _prctl("PR_SET_CHILD_SUBREAPER", 1)
 
 
-def die_with_parent() -> None:
-    """Get SIGKILL when the thread that started this process ends. Kept over exec, not over fork."""
-    _prctl("PR_SET_PDEATHSIG", signal.SIGKILL)
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Get this signal when the thread that started this process ends. Kept over exec, not over fork."""
+    _prctl("PR_SET_PDEATHSIG", by)
 
 
 def wake_on_time() -> None:

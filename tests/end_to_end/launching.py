@@ -15,7 +15,7 @@ from typing import Any, Literal
 import psutil
 import pytest
 
-from harness.runtime.processes import is_alive
+from harness.runtime.processes import die_with_parent, is_alive
 from harness.tools.repro.local_ranks import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -80,6 +80,7 @@ class Job:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # pytest may be killed, and runs no teardown then
             )
         return self
 
