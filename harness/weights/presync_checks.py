@@ -125,6 +125,11 @@ def coverage_problems(
     """Return one sentence for each tensor that would not arrive whole and unchanged. buffers: the trainer's names of its own."""
     errors = {name: error for each in coverage for name, error in each.errors.items()}
     found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
+    found += dict.fromkeys(
+        f"SGLang can load weights into this model only once: when its loader ends, {each.only_once}"
+        for each in coverage
+        if each.only_once
+    )
     found += unfilled_parameters(coverage)
     counts = Counter(view.name for group in groups for view in group.views)
     twice = {name: count for name, count in counts.items() if count > 1}

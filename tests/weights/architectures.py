@@ -38,6 +38,10 @@ MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_conv": 4,
     "mamba_expand": 2, "mamba_chunk_size": 16,
 }  # fmt: skip
+MINICPM3 = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 8, "head_dim": 32,
+    "num_key_value_heads": 8, "dim_model_base": 64,
+}  # fmt: skip
 GPT = {"n_embd": 64, "n_head": 8, "n_layer": 2, "n_inner": 128, "n_positions": 256}
 TIED = {"tie_word_embeddings": True}
 HEADS = {"head_dim": 16}
@@ -65,7 +69,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lfm2": TIED | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 128},
     "llama": {},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16, "expand": 2},
-    "mellum": MOE | {"sliding_window": 64}, "minimax_m2": EXPERTS | HEADS, "ministral3": {}, "mistral": {}, "mixtral": EXPERTS, "nemotron": {},
+    "mellum": MOE | {"sliding_window": 64}, "minicpm3": MINICPM3, "minimax_m2": EXPERTS | HEADS, "ministral3": {}, "mistral": {}, "mixtral": EXPERTS, "nemotron": {},
     "olmo": {}, "olmo2": {},
     "olmoe": {"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64}, "persimmon": {}, "phi": {}, "phi3": {}, "qwen2": {},

@@ -28,6 +28,8 @@ COMPUTING = {
     "granitemoehybrid", "mamba2", "persimmon",
 }  # fmt: skip
 """Those of which some tensors arrive otherwise than as they were sent."""
+LOADED_ONCE = {"minicpm3"}
+"""Those whose loader removes parameters that it needs again."""
 DERIVING = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}
 
 
@@ -40,7 +42,7 @@ def rows() -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", FIELDS.keys() - LOADED_ONCE)
 def test_what_is_right_passes_and_each_bit_that_is_wrong_is_caught(name: str, rows: dict[str, dict[str, Any]]) -> None:
     row = rows[name]
     assert "raised" not in row, row
@@ -50,3 +52,8 @@ def test_what_is_right_passes_and_each_bit_that_is_wrong_is_caught(name: str, ro
     assert (row["derived"] > 0) == (name in DERIVING)
     assert all("q_norm" in told or "k_norm" in told for told in row["not_covered"])
     assert bool(row["not_covered"]) == (name == "falcon_h1"), "a parameter that SGLang never fills nor uses"
+
+
+@pytest.mark.parametrize("name", LOADED_ONCE)
+def test_a_model_that_sglang_can_load_only_once_is_refused(name: str, rows: dict[str, dict[str, Any]]) -> None:
+    assert "can load weights into this model only once" in rows[name]["raised"], rows[name]

@@ -224,6 +224,12 @@ def test_what_a_loader_raises_is_said_once_and_nothing_else_of_that_tensor() -> 
     assert coverage_problems(groups(*sent), refusing) == ["a, b: the engine's loader refuses it: AssertionError: no"]
 
 
+def test_a_model_that_can_be_loaded_only_once_is_refused_in_one_sentence() -> None:
+    ranks = [LoadCoverage(rank=rank, copies=[[copy_of(WHOLE)]], only_once="it removes a, and") for rank in range(2)]
+    (problem,) = coverage_problems(groups([entry()]), ranks)
+    assert "only once" in problem and problem.endswith("it removes a, and")
+
+
 def test_what_cannot_be_followed_is_not_refused() -> None:
     assert coverage_problems(groups([entry()]), [LoadCoverage(rank=0, copies=[[]], opaque=["a"])]) == []
 

@@ -68,6 +68,8 @@ class LoadCoverage:
     missing: dict[str, tuple[int, int]] = field(default_factory=dict)
     """The engine's parameter -> (elements that nothing fills, all elements). Empty if a tensor is refused: it could fill any."""
 
+    only_once: str = ""
+    """Why the loader cannot load a second time after it has loaded once; "" if it can."""
     overwritten: dict[str, tuple[str, str]] = field(default_factory=dict)
     """The engine's tensor -> the first two checkpoint names that fill the same elements of it; the second one stays."""
 
@@ -93,6 +95,8 @@ class LoaderTrace:
     """The loader ends with post_load_weights, which derives tensors from what was copied."""
     derived_over: set[str] = field(default_factory=set)
     """Checkpoint names whose copies post_load_weights changes in place."""
+    only_once: str = ""
+    """Why the loader cannot load a second time after it has loaded once; "" if it can."""
     derived_bytes: int = 0
     """Bytes of the tensors that post_load_weights makes, such as MLA's w_kc and w_vc, beside the parameters."""
     _places: tuple[Sequence[Any], ...] = ((), (), ())
@@ -104,7 +108,7 @@ class LoaderTrace:
 
     def run(self) -> None:
         """Ask the model's own loader what it would do with every group."""
-        self.derives, self.derived_over, self.derived_bytes = False, set(), 0
+        self.derives, self.derived_over, self.derived_bytes, self.only_once = False, set(), 0, ""
         self.traces = self._trace_all(UndoneWrites(self.model))
         if self.derives:
             self._find_what_is_derived_over()
@@ -189,10 +193,12 @@ class LoaderTrace:
         """
         memory = group.empty_tensors("meta" if self.device.type == "meta" else "cpu")
         sent = {storage(tensor) for tensor in memory.values()}
-        with undone.told():
-            with self.post_load_noted():
-                traced = trace_loader(self.model.load_weights, group.views, memory, undone)
+        with undone.told(), self.post_load_noted():
+            traced = trace_loader(self.model.load_weights, group.views, memory, undone)
             replaced = list(undone.replaced())
+            if not (traced.error or self.only_once) and (removed := undone.removed()):
+                again = trace_loader(self.model.load_weights, group.views, memory, undone)
+                self.only_once = again.error and f"it removes {_some(removed)}, and the next load raises {again.error}"
         attributes = derived_tensors(self.model) if replaced else {}
         names = {view.name for view in group.views}
         for name, before, now in replaced:
@@ -226,6 +232,7 @@ class LoaderTrace:
         for parameter in self.model.parameters():
             elements[parameter.dtype] += parameter.numel()
         found = LoadCoverage(rank=dist.get_rank(), dtype=elements.most_common(1)[0][0], derives=self.derives)
+        found.only_once = self.only_once
         name_of = self._names()
         for number, (group, traced) in enumerate(zip(self.groups, self.traces, strict=True)):
             found.copies.append(
@@ -279,6 +286,11 @@ class LoaderTrace:
         alone = {view.name: self.trace_group(replace(group, views=(view,)), undone).error for view in group.views}
         guilty = {name: error for name, error in alone.items() if error}
         return guilty or {", ".join(alone): traced.error}
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first name and the number of the others."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def kept_trace(model: Any) -> LoaderTrace:

@@ -92,14 +92,24 @@ class UndoneWrites:
 
     def replaced(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield (name, tensor before, tensor now) where a module now has another tensor, or the tensor other memory."""
-        if all(_are_same(members, held) for members, held in self._held) and all(
-            _place(tensor) == place for tensor, _, place in self._data
-        ):
+        if self._holds_the_same and all(_place(tensor) == place for tensor, _, place in self._data):
             return  # to walk over all modules of a large model takes longer than what is traced
         for name, now in model_tensors(self.model).items():
             before = self._names.get(name)
             if before is not None and _place(before) != _place(now):
                 yield name, before, now.data
+
+    def removed(self) -> list[str]:
+        """Return the names of tensors that the model had before, and has under no name now."""
+        if self._holds_the_same:
+            return []
+        now = model_tensors(self.model)
+        return [name for name in self._names if name not in now]
+
+    @property
+    def _holds_the_same(self) -> bool:
+        """Whether all modules hold the very members that they held before."""
+        return all(_are_same(members, held) for members, held in self._held)
 
     def changed(self) -> dict[str, tuple[int, int]]:
         """Return name -> (elements that now differ in any bit from before, all elements), for what was written or replaced.

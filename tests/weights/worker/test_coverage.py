@@ -112,6 +112,30 @@ def test_a_tensor_put_in_a_parameters_place_is_an_error_and_the_parameter_is_put
     assert "down" not in found.filled and missing(found) == {}  # not all can be told
 
 
+class Removing(Toy):
+    """Deletes kv_b when it has derived w_kc, as SGLang's MiniCPM3 does."""
+
+    def __init__(self, needed_again: bool) -> None:
+        super().__init__()
+        self.needed_again = needed_again
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        pairs = dict(weights)
+        if not (self.needed_again or hasattr(self, "kv_b")):
+            pairs.pop("kv_b", None)
+        super().load_weights(pairs.items())
+        if "kv_b" in pairs:
+            del self.kv_b
+
+
+def test_a_loader_that_removes_what_its_next_load_needs_can_load_once() -> None:
+    model = Removing(needed_again=True)
+    found = traced(layout_of(SHAPES), model)
+    assert found.only_once.startswith("it removes kv_b, and the next load raises AttributeError:")
+    assert found.errors == {} and hasattr(model, "kv_b"), "the check put it back"
+    assert traced(layout_of(SHAPES), Removing(needed_again=False)).only_once == ""
+
+
 def test_what_is_computed_with_is_opaque() -> None:
     class Doubling(Toy):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
