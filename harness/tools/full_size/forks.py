@@ -66,13 +66,18 @@ def _answer(writer: Connection, work: Callable[..., Any], job: tuple[Any, ...]) 
 
 
 def _name_place(error: Exception) -> None:
-    """Have a sentence say where its cause was raised, if that has no words of its own: an assert has none, for example."""
+    """Have a sentence say where its cause was raised: the last line of SGLang's that it passed.
+
+    A cause without words of its own, such as an assert, is told by the line that raised it.
+    """
     cause = error.__cause__
-    if cause is None or str(cause).strip():
+    if cause is None:
         return
-    for frame in traceback.extract_tb(cause.__traceback__)[-1:]:
+    frames = traceback.extract_tb(cause.__traceback__)
+    is_told = bool(str(cause).strip())
+    for frame in [each for each in frames if "/sglang/srt/" in each.filename or not is_told][-1:]:
         file = frame.filename.rpartition("site-packages/")[2]
-        error.args = (f"{str(error).rstrip(': ')} at {file}:{frame.lineno}: {frame.line}",)
+        error.args = (f"{str(error).rstrip(': ')} at {file}:{frame.lineno}" + ("" if is_told else f": {frame.line}"),)
 
 
 def _answer_of(reader: Any, number: int, child: Any) -> Any:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.forks import ForkEnded, in_forks
+from harness.tools.full_size.forks import ForkEnded, Told, in_forks
 
 
 def square(number: int) -> tuple[int, int]:
@@ -58,3 +58,23 @@ def test_what_a_job_raises_is_raised_here(
 def test_an_exception_that_cannot_be_sent_is_told_all_the_same() -> None:
     with pytest.raises(RuntimeError, match="told"):
         in_forks(failing, {0: (Unpicklable("told"),)}, processes=1)
+
+
+def refused_by_sglang(statement: str) -> None:
+    """Raise a sentence whose cause was raised by this statement, in the second line of a file of SGLang's."""
+    try:
+        exec(compile(f"\n{statement}", "/env/site-packages/sglang/srt/models/toy.py", "exec"), {"int": int})
+    except Exception as error:
+        raise Told(f"{type(error).__name__}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("{{}: 1}", "TypeError: .* at sglang/srt/models/toy.py:2$"),
+        ("assert int() == 1", "AssertionError at sglang/srt/models/toy.py:2"),
+    ],
+)
+def test_a_sentence_names_the_place_in_sglang(statement: str, said: str) -> None:
+    with pytest.raises(Told, match=said):
+        in_forks(refused_by_sglang, {0: (statement,)}, processes=1)

@@ -114,6 +114,42 @@ def gpt_oss_bf16_ep8(broken: bool) -> None:
 
 
 @Case(
+    broken="MiniCPM3, whose loader deletes kv_b_proj",
+    healthy="DeepSeek-V3, whose loader keeps it",
+    signature=(r"can load weights into this model only once: .* removes \S+\.kv_b_proj\.weight",),
+    failure="loader-removes-parameters",
+    new_python=True,
+    requires=REQUIRES,
+)
+def minicpm3_loads_once(broken: bool) -> None:
+    """MiniCPM3's loader deletes a parameter that it needs the next time. Its class is given DeepSeek-V3's sizes here."""
+    fields: dict[str, Any] = {
+        "architectures": ["MiniCPM3ForCausalLM"],
+        "model_type": "minicpm3",
+        "v_head_dim": 7168 // 128,  # SGLang's class divides, and does not read the field
+        "rope_scaling": None,
+    }
+    with true_model("deepseek_v3_bf16", 2, **(fields if broken else {})) as folder:
+        full_size(folder, "--tp", 2)
+
+
+@Case(
+    broken="transformers' own config class",
+    healthy="flat fields, as the hub's config class has them",
+    signature=(r"TypeError: unhashable type: 'dict' at sglang/srt/layers/rotary_embedding/",),
+    failure="nested-rope-parameters",
+    new_python=True,
+    requires=REQUIRES,
+)
+def mimo_nested_rope(broken: bool) -> None:
+    """MiMo-V2-Flash's rope parameters, one set for each kind of layer in transformers 5, are no key for get_rope's cache."""
+    flat = {} if broken else {"model_type": "qwen2"}  # keeps the fields as they are
+    with true_model("mimo_v2_flash", 3, quantization_config=None, **flat) as folder:
+        import_sglang(folder)
+        check_engine(folder, [], tp=4)
+
+
+@Case(
     broken="tp 16",
     healthy="tp 16 with dp attention 2, so that 8 ranks share the heads",
     # 0.5.12 says it while it loads, newer releases before they build.
