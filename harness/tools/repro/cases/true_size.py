@@ -143,7 +143,7 @@ def minicpm3_loads_once(broken: bool) -> None:
 )
 def mimo_nested_rope(broken: bool) -> None:
     """MiMo-V2-Flash's rope parameters, one set for each kind of layer in transformers 5, are no key for get_rope's cache."""
-    flat = {} if broken else {"model_type": "qwen2"}  # keeps the fields as they are
+    flat: dict[str, Any] = {} if broken else {"model_type": "qwen2"}  # keeps the fields as they are
     with true_model("mimo_v2_flash", 3, quantization_config=None, **flat) as folder:
         import_sglang(folder)
         check_engine(folder, [], tp=4)
