@@ -17,12 +17,19 @@ from harness.runtime.tracebacks import Traceback
 from harness.tools.bisection.answer import Answer, describe_confirmation, sentences
 from harness.tools.bisection.candidates import Candidate, git, git_lines
 from harness.tools.bisection.failures import frames_of, relative_file, traceback_at
-from harness.tools.bisection.installation import module_of, package_root, package_sources
-from harness.tools.bisection.question import SCRIPT, command_of, is_of_this_repository
+from harness.tools.bisection.installation import (
+    Environment,
+    module_of,
+    package_root,
+    package_sources,
+    torch_backend,
+    uv_binary,
+)
+from harness.tools.bisection.question import SCRIPT, WrongQuestion, command_of, is_of_this_repository
 from harness.tools.bisection.search import Edge
 from harness.tools.bisection.state import Record, State
 from harness.tools.diagnose.log_lines import lines_of
-from harness.tools.environments import has_gpu
+from harness.tools.environments import has_gpu, uv_environment
 
 UPSTREAM = {
     "sglang": "sgl-project/sglang",
@@ -32,10 +39,12 @@ UPSTREAM = {
     "torch-memory-saver": "fzyzcjy/torch_memory_saver",
 }
 """Repositories whose tags are v and the version."""
-NOT_SHOWN = ("PATH", "VIRTUAL_ENV", "PYTHONNOUSERSITE", "HARNESS_VENV")
-"""Variables that differ between a run and this process, and that a command to reproduce the run does not need."""
+NOT_SHOWN = ("PATH", "VIRTUAL_ENV")
+"""Variables that are not printed with their whole value: a shell has its own PATH, and no Python reads VIRTUAL_ENV."""
 MOST_SUBJECTS, MOST_LINES_OF_A_FILE = 30, 60
 _LOG_LINES, _LINES_AFTER = 30, 8
+_UNPACKED = re.compile(r"/commit-[^/]+/files")
+"""The folder into which a commit was unpacked."""
 _GITHUB = re.compile(r"(?:https://|(?:ssh://)?git@)github\.com[:/](.+?)(?:\.git)?/?")
 
 
@@ -121,7 +130,7 @@ def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
     yield from _first_failure(bad, folder)
     lines: list[str] = []
     for record, candidate in zip(records, candidates, strict=True):
-        if record.environment.freeze:
+        if record.environment.python:
             lines += [f"# {record.verdict}: {candidate.label}", *reproduce_commands(state, record, candidate, folder)]
     yield from ("## Reproduce with", "", "```", *lines, "```", "") if lines else ()
 
@@ -214,24 +223,49 @@ def reproduce_commands(state: State, record: Record, candidate: Candidate, folde
     """Return shell commands, one a line, that show a verdict again without this program."""
     question, options = state.question, state.question.options
     place = f"/tmp/{options.package}-{candidate.name[:12]}"
-    environment, made = record.environment, []
+    environment, made, uv = record.environment, [], _uv_command()
     if options.git:
         made = [f"git -C {quote(options.git)} worktree add --detach {place} {candidate.name}"]
-        # The last /files is the folder into which the commit was unpacked; the cache's own path may have one too.
-        paths = tuple(place + each.rpartition("/files")[2] for each in environment.paths)
+        paths = tuple(place + _UNPACKED.split(each)[-1] for each in environment.paths)
         environment = replace(environment, paths=paths)
     elif options.only_package:
-        words = ["uv", "pip", "install", "--no-deps", "--target", place, "--python", environment.python]
-        made = [join([*words, *package_sources(options), f"{options.package}=={candidate.name}"])]
+        words = ["pip", "install", "--no-deps", "--target", place, "--python", environment.python]
+        made = [f"{uv} {join([*words, *package_sources(options), f'{options.package}=={candidate.name}'])}"]
         environment = replace(environment, paths=(place,))
     elif not options.environments:
         version = ".".join(Path(environment.python).resolve().name.removeprefix("python").split(".")[:2]) or "3"
         environment = replace(environment, python=f"{place}/bin/python")
-        install = ["uv", "pip", "install", "--no-deps", "--python", environment.python, *package_sources(options)]
+        sources = package_sources(options)
+        torch = torch_backend(environment.freeze, sources)
+        install = ["pip", "install", "--no-deps", *torch, "--python", environment.python, *sources]
         pins = str(_freeze_file(folder, candidate.name))
-        made = [f"uv venv --python {version} {place}", join([*install, "-r", pins])]
-    variables = environment.variables(not has_gpu() and question.runs_sglang, is_of_this_repository(question))
-    changed = {n: value for n, value in variables.items() if value != os.environ.get(n) and n not in NOT_SHOWN}
-    assigned = [f"{name}={quote(value)}" for name, value in changed.items() if value]
+        made = [f"{uv} venv --python {version} {place}", f"{uv} {join([*install, '-r', pins])}"]
     command = join(command_of(question, environment.python, Path("/tmp")))
-    return [*made, " ".join([f"cd {quote(question.folder)} &&", *assigned, command])]
+    return [*made, " ".join([f"cd {quote(question.folder)} &&", *_assignments(state, record, environment), command])]
+
+
+def _uv_command() -> str:
+    """Return uv with the certificates that this program gives it, for a shell. A finished bisect needs no uv itself."""
+    certificates = uv_environment().get("SSL_CERT_FILE", "")
+    differ = certificates != os.environ.get("SSL_CERT_FILE", "")
+    try:
+        uv = uv_binary()
+    except WrongQuestion:
+        uv = "uv"
+    return join([*(["env", f"SSL_CERT_FILE={certificates}"] if differ else []), uv])
+
+
+def _assignments(state: State, record: Record, environment: Environment) -> list[str]:
+    """Return the variables of a run that a user's shell lacks, as NAME=VALUE."""
+    question = state.question
+    is_ours = is_of_this_repository(question)
+    variables = environment.variables(not has_gpu() and question.runs_sglang, is_ours) | {
+        "BISECT_CANDIDATE": record.name
+    }
+    hidden = [*NOT_SHOWN, *([] if is_ours else ["HARNESS_VENV"])]
+    # PYTHONPATH is never that of the user's shell, because launch/bisect_versions.py puts its checkout there for itself.
+    changed = {n: v for n, v in variables.items() if n not in hidden and (v != os.environ.get(n) or n == "PYTHONPATH")}
+    return [
+        f'PATH={quote(str(Path(environment.python).parent))}:"$PATH"',
+        *(f"{name}={quote(value)}" for name, value in changed.items()),
+    ]

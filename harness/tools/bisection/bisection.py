@@ -1,7 +1,7 @@
 """A bisect from its ends to its answer: one install and one run at a time, with the state saved after every run."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -13,6 +13,7 @@ from harness.tools.bisection.answer import Answer, answer_of, edge_to_confirm, n
 from harness.tools.bisection.candidates import Candidate, CannotRevert, is_build_of
 from harness.tools.bisection.classify import LOG, Run, import_failure, run_once
 from harness.tools.bisection.confidence import Rerun, last_good, next_rerun
+from harness.tools.bisection.imported import AnotherWouldRun, check_command
 from harness.tools.bisection.installation import Commits, Environment, Provider, Unavailable
 from harness.tools.bisection.question import AUTO, Pause, WrongQuestion, parse_seconds
 from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate, untested
@@ -168,14 +169,25 @@ class Bisection:
         self._tell(record, candidate)
 
     def _test(self, index: int) -> None:
-        """Install the candidate, run it, and keep its verdict."""
-        candidate = self.state.candidates[index]
+        """Install the candidate, run it, and keep its verdict.
+
+        Raises WrongQuestion if the command would run something other than an end; such a candidate in between is skipped.
+        """
+        candidate, question = self.state.candidates[index], self.state.question
         self.progress.begin(f"{candidate.label}: installing")
+        skipped = Record(name=candidate.name, verdict="skip", reason="", environment=Environment(python=""))
         try:
-            record = self._judge(candidate, self._environment(candidate), self.state.question.options.repeat)
+            environment = self._environment(candidate)
+            check_command(question, environment, self.no_gpu and question.runs_sglang)
+            record = self._judge(candidate, environment, question.options.repeat)
         except Unavailable as problem:
-            reason = f"cannot be installed: {problem}"
-            record = Record(name=candidate.name, verdict="skip", reason=reason, environment=Environment(python=""))
+            record = replace(skipped, reason=f"cannot be installed: {problem}")
+        except AnotherWouldRun as problem:
+            reason = f"would not be tested: {problem}"
+            if index in (self.state.good_end, self.state.bad_end):
+                end = "good" if index == self.state.good_end else "bad"
+                raise WrongQuestion(f"the {end} end {candidate.label} {reason}") from problem
+            record = replace(skipped, reason=reason)
         self.state.records.append(record)
         self.state.unfinished.clear()
         self._save()

@@ -61,7 +61,11 @@ def labels(candidates: Iterable[Candidate]) -> str:
 
 
 def settle(question: Question) -> Question:
-    """Name the package; with --git, also replace the ends by hashes, as a branch moves. Raises WrongQuestion."""
+    """Name the package; with --git, also replace the ends by hashes, as a branch moves. Raises WrongQuestion.
+
+    What is searched is the first-parent history of the newer end. If the older end is not part of it, because it is on a
+    side branch, merged or not, the search starts where that branch began: what main had by then is all that both share.
+    """
     options = question.options
     if not options.git:
         return replace(question, options=replace(options, package=options.package or "sglang"))
@@ -70,12 +74,17 @@ def settle(question: Question) -> Question:
     older, newer = (commit_of(checkout, name) for name in asked)
     if older == newer:
         raise WrongQuestion(f"good and bad are the same commit, {older[:12]}; give two that differ.")
-    fork = git(checkout, "merge-base", older, newer)
-    if not fork:
-        raise WrongQuestion(f"{asked[0]} and {asked[1]} have no common ancestor in {checkout}.")
-    if fork == newer:
+    start = _start_of_search(checkout, older, newer)
+    if not start:
+        searched = f"the first-parent history of {asked[1]}, which is what is searched"
+        remedy = f"give a commit of `git log --first-parent {asked[1]}`; a shallow clone needs git fetch --unshallow"
+        raise WrongQuestion(f"{asked[0]} shares no commit with {searched}; {remedy}.")
+    if start == newer:
         raise WrongQuestion(_exchanged(options, *asked))
-    good, bad = (newer, fork) if options.find_fix else (fork, newer)
+    if start != older:
+        began = git(checkout, "log", "-1", "--format=%h %s", start)
+        print(f"{asked[0]} is on a side branch; the bisect starts where that branch began, at {began}", flush=True)
+    good, bad = (newer, start) if options.find_fix else (start, newer)
     package = options.package or _package_of(checkout, newer)
     if not package:
         raise WrongQuestion(f"the pyproject.toml of {options.git} names no package; give --package.")
@@ -178,11 +187,9 @@ def releases_of(package: str, files: Iterable[Mapping[str, Any]]) -> dict[Versio
     """Group files by version. A release is yanked when all its files are, and was published when its last file was."""
     by_version: dict[Version, list[Mapping[str, Any]]] = {}
     for file in files:
-        with suppress(ValueError):
-            parse = parse_wheel_filename if file["filename"].endswith(".whl") else parse_sdist_filename
-            name, version = parse(file["filename"])[:2]
-            if name == canonicalize_name(package):
-                by_version.setdefault(version, []).append(file)
+        name, version = parse_filename(file["filename"])
+        if version and name == canonicalize_name(package):
+            by_version.setdefault(version, []).append(file)
     found = {}
     for version, every in by_version.items():
         kept = [file for file in every if not file.get("yanked")] or every
@@ -193,6 +200,13 @@ def releases_of(package: str, files: Iterable[Mapping[str, Any]]) -> dict[Versio
             yanked=bool(kept[0].get("yanked")),
         )
     return found
+
+
+def parse_filename(filename: str) -> tuple[str, Version | None]:
+    """Return the normal name and the version of a wheel or source archive; ("", None) for any other file."""
+    with suppress(ValueError):
+        return (parse_wheel_filename if filename.endswith(".whl") else parse_sdist_filename)(filename)[:2]
+    return "", None
 
 
 def files_of_page(text: str, is_json: bool) -> list[Mapping[str, Any]]:
@@ -264,11 +278,22 @@ def check_checkout(option: str, folder: Path) -> None:
         raise WrongQuestion(f"{option} must be a git checkout, got {folder}.")
 
 
+def repository_of(folder: Path) -> tuple[Path, str]:
+    """Return a checkout's own folder, and where in it the given folder is: "" or, for example, "python/"."""
+    return Path(git(folder, "rev-parse", "--show-toplevel") or folder), git(folder, "rev-parse", "--show-prefix")
+
+
+def _start_of_search(checkout: Path, older: str, newer: str) -> str:
+    """Return the last commit of the first-parent history of `newer` that `older` contains, "" if there is none."""
+    later = git_lines(checkout, "rev-list", "--first-parent", newer, f"^{older}")
+    return git(checkout, "rev-parse", "--verify", "--quiet", f"{later[-1]}^") if later else newer
+
+
 def _commits_between(checkout: Path, older: str, newer: str) -> list[Candidate]:
     """Return first-parent commits from `older` to `newer`, both included."""
     form = "--format=%H %s"
     own = git_lines(checkout, "log", "-1", form, older)
-    words = ["log", "--first-parent", "--ancestry-path", "--reverse", form, f"{older}..{newer}"]
+    words = ["log", "--first-parent", "--reverse", form, f"{older}..{newer}"]
     parts = [line.partition(" ") for line in (*own, *git_lines(checkout, *words))]
     return [Candidate(name=commit, title=" ".join(subject.split())) for commit, _, subject in parts]
 
@@ -307,9 +332,10 @@ def export_reverted(checkout: Path, commit: str, tip: str, folder: Path) -> None
 
 
 def _package_of(checkout: Path, commit: str) -> str:
+    repository, inside = repository_of(checkout)
     for folder in ("python/", ""):
         with suppress(tomllib.TOMLDecodeError):
-            project = tomllib.loads(git(checkout, "show", f"{commit}:{folder}pyproject.toml"))
+            project = tomllib.loads(git(repository, "show", f"{commit}:{inside}{folder}pyproject.toml"))
             if name := project.get("project", {}).get("name"):
                 return str(name)
     return ""

@@ -12,7 +12,7 @@ from harness.runtime.errors import CANNOT_RUN_HERE
 from harness.runtime.processes import SupervisorKilled, run_tree
 from harness.tools.bisection.failures import find_failure, shorten
 from harness.tools.bisection.installation import Environment, module_of
-from harness.tools.bisection.question import Pause, Question, command_of, is_of_this_repository
+from harness.tools.bisection.question import Pause, Question, command_of, is_of_this_repository, is_torchrun
 from harness.tools.bisection.search import Verdict
 from harness.tools.bisection.state import FOLDER_MODE, Attempt
 from harness.tools.diagnose.entries import catalogue
@@ -86,7 +86,8 @@ def run_once(run: Run, beat: Callable[[], None] | None = None) -> Attempt:
         made.may_pass, made.reason = True, "it kills the process that watches it"
         return made
     made.timed_out, made.seconds = ended.timed_out, ended.seconds
-    made.code = _first_code(log) or ended.code if ended.code == 1 else ended.code
+    reports = ended.code == 1 and is_torchrun(question)  # any other command's own exit code is its answer
+    made.code = (reports and _first_code(log)) or ended.code
     if made.code >= FIRST_STOPPING_CODE and not made.timed_out:
         raise Pause(f"the script asked to stop, with exit code {made.code}; its output is in {log}.")
     if made.code and not made.timed_out:

@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -35,15 +34,19 @@ from harness.tools.bisection.candidates import (
     index_arguments,
     is_build_of,
     releases,
+    repository_of,
 )
+from harness.tools.bisection.local_builds import LocalBuilds, find_builds
 from harness.tools.bisection.question import Options, Pause, Question, WrongQuestion, is_of_this_repository
-from harness.tools.environments import REPOSITORY, cpu_torch, uv_environment
+from harness.tools.environments import REPOSITORY, cpu_torch, pins_of, uv_environment
 
 _FREEZE = """
 import importlib.metadata as m, json, re
 found = {d.metadata["Name"]: d.version for d in reversed(list(m.distributions()))}
 print(json.dumps({re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found.items() if name and version}))
 """
+_PYTHON_LINE = "# python "
+"""How the first line of a resolution begins."""
 OWN_NEEDS = ("accelerate", "datasets", "jinja2", "msgspec", "psutil", "rich", "safetensors")
 """What a script of this repository imports besides SGLang and its dependencies."""
 GRACE = timedelta(days=5)
@@ -167,8 +170,11 @@ def _ask_uv(words: Sequence[str], stdin: str = "") -> str:
 def _install_by_uv(words: Sequence[str], folder: Path) -> None:
     """Run `uv WORDS` with its output in folder/install.log. If this process dies, uv ends too. Raises Unavailable, Pause."""
     log, command = folder / "install.log", [uv_binary(), *words, "--color", "never"]
+    variables = _uv_variables()
+    if "--refresh-package" in words:  # which uv refuses to do with this variable
+        variables.pop("UV_OFFLINE", None)
     with log.open("wb") as output:
-        ended = run_tree(command, output=output, env=_uv_variables())
+        ended = run_tree(command, output=output, env=variables)
     if ended.code:
         raise uv_problem(log.read_text(errors="replace"), ended.code)
 
@@ -183,6 +189,19 @@ def find_python(wanted: str) -> str:
     if not Path(wanted).exists():
         raise Unavailable(f"there is no {wanted}.")
     return str(Path(wanted).absolute())  # candidates are not looked at from this folder
+
+
+@cache
+def python_version(python: str) -> str:
+    """Return an interpreter's version, such as 3.12.3. Raises Unavailable if it does not start."""
+    command = [python, "-I", "-c", "import platform; print(platform.python_version())"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise Unavailable(f"{python} does not start: {error.strerror}.") from error
+    if run.returncode:
+        raise Unavailable(f"{python} does not start: {run.stderr.strip().rpartition(chr(10))[2]}.")
+    return run.stdout.strip()
 
 
 def uv_problem(stderr: str, code: int = 1) -> Exception:
@@ -229,24 +248,32 @@ class Prepared(Provider):
 
 @dataclass(kw_only=True)
 class Commits(Provider):
-    """--git: each commit of a checkout, unpacked, first on the path of one Python."""
+    """--git: each commit of a checkout, unpacked, first on the path of one Python. Nothing is built."""
 
     checkout: Path
+    """The repository, or the folder in it that holds the package."""
     package: str
 
     def make(self, candidate: Candidate) -> Environment:
         return self._unpacked(
-            f"commit-{candidate.name[:16]}", lambda files: export_commit(self.checkout, candidate.name, files)
+            f"commit-{candidate.name[:16]}", lambda files: export_commit(self._repository, candidate.name, files)
         )
 
     def make_reverted(self, commit: Candidate, tip: Candidate) -> Environment:
         """Return the environment of `tip` without the changes of `commit`. Raises CannotRevert, Unavailable, Pause."""
         key = f"commit-{tip.name[:16]}-without-{commit.name[:16]}"
-        return self._unpacked(key, lambda files: export_reverted(self.checkout, commit.name, tip.name, files))
+        return self._unpacked(key, lambda files: export_reverted(self._repository, commit.name, tip.name, files))
+
+    @property
+    def _repository(self) -> Path:
+        return repository_of(self.checkout)[0]
 
     def _unpacked(self, key: str, unpack: Callable[[Path], None]) -> Environment:
-        folder = keep(self.store, f"{key}-{_digest(str(self.checkout))}", lambda new: unpack(new / "files"))
-        path = _import_root(folder / "files", self.package)
+        repository, inside = repository_of(self.checkout)
+        folder = keep(self.store, f"{key}-{_digest(str(repository))}", lambda new: unpack(new / "files"))
+        if not (folder / "files" / inside).is_dir():
+            raise Unavailable(f"it has no folder {inside}.")
+        path = _import_root(folder / "files" / inside, self.package)
         return Environment(python=self.python, paths=(str(path),)).with_freeze()
 
 
@@ -269,17 +296,23 @@ class Overlay(Provider):
     sources: list[str]
 
     def make(self, candidate: Candidate) -> Environment:
-        digest = _digest(self.package, candidate.name, self.python, *self.sources)
+        builds, version = (
+            find_builds(self.store, self.sources, {self.package: candidate.name}),
+            python_version(self.python),
+        )
+        digest = _digest(self.package, candidate.name, self.python, version, *self.sources, builds.key())
         folder = keep(
             self.store,
             f"over-{self.package}-{candidate.name}-{digest}",
-            lambda new: _install_by_uv(self._install(candidate, new / "site"), new),
+            lambda new: self._install(candidate, new, builds),
         )
         return Environment(python=self.python, paths=(str(folder / "site"),)).with_freeze()
 
-    def _install(self, candidate: Candidate, target: Path) -> list[str]:
-        words = ["pip", "install", "--no-deps", "--link-mode", "hardlink", "--target", str(target)]
-        return [*words, "--python", self.python, *self.sources, f"{self.package}=={candidate.name}"]
+    def _install(self, candidate: Candidate, folder: Path, builds: LocalBuilds) -> None:
+        words = ["pip", "install", "--no-deps", "--link-mode", "hardlink", "--target", str(folder / "site")]
+        words += ["--python", self.python, *self.sources, *builds.refresh(self.sources)]
+        _install_by_uv([*words, f"{self.package}=={candidate.name}"], folder)
+        builds.note()
 
 
 @dataclass(kw_only=True)
@@ -305,8 +338,10 @@ class Pinned(Provider):
         lock = self.locks / f"{candidate.name}.txt"
         if not lock.exists():
             self._resolve(candidate, lock)
-        key = f"{self.package}-{candidate.name}-{_digest(lock.read_text(), *self.sources, str(self.cpu_mode))}"
-        folder = keep(self.store, key, lambda new: self._install(new, lock))
+        builds, version = find_builds(self.store, self.sources, pins_of(lock)), python_version(_python_of(lock))
+        digest = _digest(lock.read_text(), version, *self.sources, builds.key(), str(self.cpu_mode))
+        key = f"{self.package}-{candidate.name}-{digest}"
+        folder = keep(self.store, key, lambda new: self._install(new, lock, builds))
         return Environment(python=str(folder / "venv" / "bin" / "python")).with_freeze()
 
     def _resolve(self, candidate: Candidate, lock: Path) -> None:
@@ -315,7 +350,7 @@ class Pinned(Provider):
         if self.dated and candidate.time:
             published = max(datetime.fromisoformat(each) for each in (candidate.time, self.held_since) if each)
             cutoff = (published + GRACE).strftime("%Y-%m-%dT%H:%M:%SZ")
-        lines = [f"# python {python}", f"# packages published until {cutoff or 'today'}"]
+        lines = [f"{_PYTHON_LINE}{python}", f"# packages published until {cutoff or 'today'}"]
         new = lock.with_suffix(".new")
         new.write_text("\n".join([*lines, *self._compile(candidate, python, cutoff), ""]))
         new.replace(lock)
@@ -324,7 +359,7 @@ class Pinned(Provider):
         allowed = SpecifierSet()
         with suppress(InvalidSpecifier):
             allowed = SpecifierSet(candidate.requires_python)
-        if self.keeps_python or allowed.contains(platform.python_version(), prereleases=True):
+        if self.keeps_python or allowed.contains(python_version(self.python), prereleases=True):
             return self.python
         try:
             return find_python(candidate.requires_python)
@@ -352,15 +387,21 @@ class Pinned(Provider):
         pin = next((line.split(" ")[0] for line in lines if line.startswith("torch==")), "")
         return _cpu_torch(pin, *self.sources) if self.cpu_mode and pin and "+" not in pin else []
 
-    def _install(self, folder: Path, lock: Path) -> None:
+    def _install(self, folder: Path, lock: Path, builds: LocalBuilds) -> None:
         venv, pins = folder / "venv", lock.read_text().splitlines()
-        words = ["venv", "--quiet", "--python", pins[0].removeprefix("# python "), "--no-project"]
+        words = ["venv", "--quiet", "--python", _python_of(lock), "--no-project"]
         _install_by_uv([*words, "--no-python-downloads", str(venv)], folder)
         install = ["pip", "install", "--no-deps", "--link-mode", "hardlink", "--python", str(venv / "bin" / "python")]
-        install += self.sources
+        install += [*self.sources, *builds.refresh(self.sources)]
         if torch := self._torch(pins):
             _install_by_uv([*install, *torch], folder)
         _install_by_uv([*install, "-r", str(lock)], folder)
+        builds.note()
+
+
+def _python_of(lock: Path) -> str:
+    """Return the interpreter with which a candidate's pins were resolved."""
+    return lock.read_text().partition("\n")[0].removeprefix(_PYTHON_LINE)
 
 
 @cache
@@ -368,18 +409,35 @@ def _cpu_torch(pin: str, *sources: str) -> list[str]:
     return cpu_torch([uv_binary(), "pip", "install", "--target", os.devnull, "--python", sys.executable, *sources], pin)
 
 
+def torch_backend(freeze: Mapping[str, str], sources: Sequence[str]) -> list[str]:
+    """Return the arguments with which uv finds the CPU build of torch that an environment has; none if it needs none."""
+    version, _, build = freeze.get("torch", "").partition("+")
+    found: list[str] = []
+    with suppress(WrongQuestion):  # there is no uv
+        found = _cpu_torch(f"torch=={version}", *sources) if build == "cpu" else []
+    return ["--torch-backend", "cpu"] if "--torch-backend" in found else []
+
+
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
-def provider_of(question: Question, folder: Path, no_gpu: bool) -> Provider:
-    """Return the provider that the options ask for. folder: of the bisect. Raises WrongQuestion, Pause."""
-    options, store = question.options, store_root()
+def python_of(options: Options) -> str:
+    """Return the interpreter that --python names, by default this one. Raises WrongQuestion, Pause."""
     try:
-        python = find_python(options.python) if options.python else sys.executable
+        return find_python(options.python) if options.python else sys.executable
     except Unavailable as error:
         wrong = f"--python must be an interpreter of this machine or its version, got {options.python}."
         raise WrongQuestion(wrong) from error
+
+
+def provider_of(question: Question, folder: Path, no_gpu: bool, python: str = "") -> Provider:
+    """Return the provider that the options ask for. Raises WrongQuestion, Pause.
+
+    folder: of the bisect. python: the interpreter with which the bisect began; "" to take the one that the options name.
+    """
+    options, store = question.options, store_root()
+    python = python or python_of(options)
     if options.environments:
         return Prepared(store=store, python=python)
     if options.git:
@@ -414,6 +472,9 @@ def _held(question: Question) -> tuple[str, ...]:
         held = tuple(str(Requirement(each)) for each in options.hold)
     except InvalidRequirement as error:
         raise WrongQuestion(f"--hold must be requirements such as sglang==0.5.23: {error}.") from error
+    if address := next((each for each in held if Requirement(each).url), ""):
+        remedy = "give NAME==VERSION, and name the folder of its wheel in PIP_FIND_LINKS"
+        raise WrongQuestion(f"--hold cannot be an address, got {address}; {remedy}.")
     if is_of_this_repository(question) and options.package != "sglang" and not held:
         raise WrongQuestion("the script needs an sglang; give --hold sglang==VERSION.")
     return held

@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,8 @@ TORCHRUN_JOBS = tuple(REPOSITORY / "launch" / name for name in ("ppo.py", "sync.
 """Started by torchrun with the ranks of their config."""
 TORCHRUN = REPOSITORY / "launch" / "torchrun.py"
 """A torchrun whose ranks start in less time."""
+PYTHON_PROGRAMS = ("pytest", "sglang")
+"""Programs that candidates may have, even if this machine's PATH does not."""
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
@@ -39,8 +42,9 @@ class Options:
     package: str = ""
     """The package whose versions are tried, such as torch. Default: sglang; with --git, what its pyproject.toml names."""
     git: str = ""
-    """Bisect the first-parent commits of this local checkout, over the packages of this Python.
-    If the older end is on a branch, the bisect starts where that branch began."""
+    """Bisect the first-parent commits of this local checkout, over the packages of this Python. Nothing is built.
+    If the package is not in its top folder, python/ or src/, give the folder that holds it, such as CHECKOUT/libs.
+    If the older end is on a side branch, merged or not, the bisect starts where that branch began."""
     then_git: str = ""
     """After the release is found, bisect the commits between the two releases' tags in this checkout of the package."""
     environments: str = ""
@@ -166,7 +170,7 @@ def _check_command(question: Question) -> None:
             _ranks(command[1:])
         except ValueError as error:
             raise WrongQuestion(f"the script's own arguments are wrong: {error}") from error
-    elif script is None and not (first in ("torchrun", "pytest", "sglang") or _is_python(first) or shutil.which(first)):
+    elif script is None and not (first in ("torchrun", *PYTHON_PROGRAMS) or is_python(first) or shutil.which(first)):
         file = Path(question.folder) / first
         _refuse_if(file.is_dir(), f"{first} is a folder; give a script.")
         remedy = f"is not executable; make it so with chmod +x {first}, or give: -- bash {first}"
@@ -177,7 +181,7 @@ def script_of(question: Question) -> Path | None:
     """Return the Python script that the command runs, if it runs one. Raises WrongQuestion if the file does not exist."""
     first, *rest = question.command
     named = first if first.endswith(".py") else ""
-    if _is_python(Path(first).name) and rest and not rest[0].startswith("-"):
+    if is_python(Path(first).name) and rest and not rest[0].startswith("-"):
         named = rest[0]
     if not named:
         return None
@@ -201,7 +205,7 @@ def command_of(question: Question, python: str, folder: Path) -> list[str]:
         return [python, str(script), *(rest if first.endswith(".py") else rest[1:])]
     if first == "torchrun":
         return [python, "-P", "-m", "torch.distributed.run", *rest]
-    return [python if _is_python(Path(first).name) else first, *rest]
+    return [python if is_python(Path(first).name) else first, *rest]
 
 
 def is_of_this_repository(question: Question) -> bool:
@@ -221,5 +225,17 @@ def _ranks(words: Sequence[str]) -> int:
     return ParallelDims.of(parse(mesh).config.parallel).world_size
 
 
-def _is_python(word: str) -> bool:
+def is_torchrun(question: Question) -> bool:
+    """Return whether the command itself is torchrun, which reports the exit code of the rank that failed first."""
+    first, *rest = question.command
+    script = script_of(question)
+    if script is not None:
+        return script == TORCHRUN or script in TORCHRUN_JOBS
+    modules = ("torch.distributed.run", "torch.distributed.launch")
+    names_it = any(before == "-m" and word in modules for before, word in pairwise(rest))
+    return Path(first).name == "torchrun" or (is_python(Path(first).name) and names_it)
+
+
+def is_python(word: str) -> bool:
+    """Return whether a program's name is Python's, such as python3.12."""
     return word.rstrip("0123456789.") == "python"

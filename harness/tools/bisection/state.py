@@ -96,6 +96,9 @@ class State:
 
     question: Question
     candidates: list[Candidate]
+    python: str = ""
+    """The interpreter with which the bisect began, and with which it goes on; "" before its first run."""
+    python_version: str = ""
     records: list[Record] = field(default_factory=list)
     unfinished: dict[str, list[Attempt]] = field(default_factory=dict)
     """Runs of a candidate that has no verdict yet, by its name: with --repeat it takes several."""

@@ -17,7 +17,7 @@ from harness.tools.bisection.answer import EXIT_CODES, Answer
 from harness.tools.bisection.bisect_report import write_report
 from harness.tools.bisection.bisection import Bisection, Progress
 from harness.tools.bisection.candidates import check_checkout, commit_of, find_candidates, settle
-from harness.tools.bisection.installation import provider_of
+from harness.tools.bisection.installation import Unavailable, provider_of, python_of, python_version
 from harness.tools.bisection.question import SCRIPT, Options, Pause, Question, WrongQuestion, ask, existing_folder
 from harness.tools.bisection.search import Edge
 from harness.tools.bisection.state import STATE, State, latest_folder, load_state, lock_folder
@@ -141,16 +141,36 @@ def _lock(folder: Path) -> IO[str]:
 def _question_of_commits(state: State, edge: Edge, checkout: Path, folder: Path) -> Question:
     """Ask for the commits between the tags of the edge's two releases, over the packages that the bad one ran with.
 
+    --hold stays: its packages are among those, and if sglang is one of them the command still needs SGLang's CPU mode.
     Raises WrongQuestion.
     """
     options, sides = state.question.options, (edge.before, edge.after)
     older, newer = (commit_of(checkout, state.candidates[i].name) for i in sides)
     bad = next(state.record(i) for i in sides if state.verdicts[i] == "bad")
-    unset = ("then_git", "environments", "wheels", "only_package", "hold")
+    unset = ("then_git", "environments", "wheels", "only_package")
     changes: dict[str, Any] = {name: getattr(Options, name) for name in unset}
     changes |= {"git": str(checkout), "python": bad.environment.python, "dir": str(folder)}
     changes["good"], changes["bad"] = (newer, older) if options.find_fix else (older, newer)
     return settle(replace(state.question, options=replace(options, **changes)))
+
+
+def _keep_python(state: State, folder: Path) -> None:
+    """Note the Python of a new bisect; check that of a resumed one. Raises WrongQuestion, Pause.
+
+    Verdicts from two Pythons would be compared as if the candidate made the difference.
+    """
+    python = state.python or python_of(state.question.options)
+    try:
+        version = python_version(python)
+    except Unavailable as error:
+        raise WrongQuestion(
+            f"{str(error).rstrip('.')}; start a new bisect, with --python if it needs another one."
+        ) from error
+    if not state.python:
+        state.python, state.python_version = python, version
+    elif version != state.python_version:
+        began = f"the bisect in {folder} began with Python {state.python_version} of {python}"
+        raise WrongQuestion(f"{began}, which is now {version}; start a new bisect.")
 
 
 def _run_to_answer(state: State, folder: Path, lock: int) -> Answer | int:
@@ -158,7 +178,8 @@ def _run_to_answer(state: State, folder: Path, lock: int) -> Answer | int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     progress = Progress()
     try:
-        provider = provider_of(state.question, folder, no_gpu := not has_gpu())
+        _keep_python(state, folder)
+        provider = provider_of(state.question, folder, no_gpu := not has_gpu(), state.python)
         state.save(folder)
         ends = f"{state.candidates[0].label} to {state.candidates[-1].label}"
         progress.say(f"{len(state.candidates)} candidates from {ends}; state in {folder}")

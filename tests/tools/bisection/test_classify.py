@@ -14,10 +14,20 @@ RAISES = "raise ValueError('log-prob is off by 3')"
 NO_SESSION = "raise RuntimeError('update_weights_from_tensor requires an open begin_weight_update session')"
 NO_DRIVER = "raise RuntimeError('Found no NVIDIA driver on your system.')"
 
+REPORT = (
+    "Root Cause (first observed failure):\n[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : {} (pid: 7)\nend of log"
+)
+"""What torchrun writes at the end, if a script only shows the log of another job."""
+PRINTED = 'it ended with exit code 1; its last line is "end of log"'
+
 
 def classified(folder: Path, code: str, limit: float = 0.0, **options: object) -> Attempt:
+    return classified_run(folder, ("python", "-c", code), limit, **options)
+
+
+def classified_run(folder: Path, command: tuple[str, ...], limit: float = 0.0, **options: object) -> Attempt:
     asked = Options(package="moving", **options)  # type: ignore[arg-type]
-    question = Question(options=asked, command=("python", "-c", code), folder=str(folder))
+    question = Question(options=asked, command=command, folder=str(folder))
     with (folder / "lock").open("w") as lock:
         run = Run(
             question=question,
@@ -43,6 +53,8 @@ def classified(folder: Path, code: str, limit: float = 0.0, **options: object) -
         ("import sys; sys.exit(125)", {}, "skip", "cannot run here: the script said so, with exit code 125"),
         ("import sys; sys.exit(3)", {}, "bad", "it ended with exit code 3 and printed nothing"),
         ("print('BAD: working'); raise SystemExit(1)", {}, "bad", 'it ended with exit code 1; its last line is "BAD: working"'),
+        (f"print({REPORT.format(125)!r}); raise SystemExit(1)", {}, "bad", PRINTED),
+        (f"print({REPORT.format(200)!r}); raise SystemExit(1)", {}, "bad", PRINTED),
         ("import os; os.kill(os.getpid(), 11)", {}, "bad", "it was killed by SIGSEGV"),
         ("import time; time.sleep(60)", {"limit": 0.5}, "bad", "it ran longer than 0 s"),
         ("import time; time.sleep(60)", {"limit": 0.5, "match": "x"}, "other", "it ran longer than 0 s"),
@@ -57,6 +69,15 @@ def test_a_known_failure_is_matched_by_its_slug(tmp_path: Path) -> None:
     made = classified(tmp_path, NO_SESSION, match="update-outside-session")
     assert (made.verdict, made.failure.slug) == ("bad", "update-outside-session")
     assert "requires an open begin_weight_update session" in made.reason
+
+
+@pytest.mark.parametrize("torchrun", ["torchrun", "python -m torch.distributed.run"])
+def test_the_exit_code_of_a_rank_counts(tmp_path: Path, torchrun: str) -> None:
+    """torchrun itself ends with 1. What a rank has printed before is not torchrun's report."""
+    (tmp_path / "rank.py").write_text(f"print({REPORT.format(3)!r}); raise SystemExit(125)")
+    meet = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=1")
+    made = classified_run(tmp_path, (*torchrun.split(), *meet, str(tmp_path / "rank.py")))
+    assert (made.code, made.verdict) == (125, "skip")
 
 
 def test_exit_codes_of_128_and_more_stop(tmp_path: Path) -> None:

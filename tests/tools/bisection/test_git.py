@@ -11,6 +11,7 @@ import pytest
 
 from harness.tools.bisection.candidates import export_commit, find_candidates, git_lines, settle
 from harness.tools.bisection.question import Options, Pause, Question
+from harness.tools.environments import has_gpu
 from tests.tools.bisection.bisecting import Bench, bare_python
 
 COMMITS, FIRST_BAD = 100, 63
@@ -82,6 +83,19 @@ def test_from_the_release_to_the_commit_between_its_tags(tmp_path: Path) -> None
         run = bench.bisect("--resume", *words)
         assert run.returncode == 2 and sentence in run.stderr, run.stdout + run.stderr
         assert run.stderr.count("\n") == 1 and not run.stdout
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+@pytest.mark.skipif(has_gpu(), reason="SGLang's CPU mode is for machines without a GPU")
+def test_commits_run_in_the_cpu_mode_in_which_the_releases_did(tmp_path: Path) -> None:
+    """An sglang is held, and the commits are run with it too."""
+    bench, codes = Bench(tmp_path), ["code = 0\n", "code = 0\n", "code = 1\n"]
+    folder = made(tmp_path / "checkout", codes)
+    git(folder, "tag", "v1.0", "main~2")
+    git(folder, "tag", "v1.1", "main")
+    script = "import moving, os, sys\nsys.exit(0 if os.environ.get('SGLANG_USE_CPU_ENGINE') == '1' and not moving.code else 1)"
+    run = bench.over_sites([codes[0], codes[2]], script, "--hold", "sglang==0.5.23", "--then-git", "checkout")
+    assert run.returncode == 0 and "commit 2; the last good one is" in run.stdout, run.stdout + run.stderr
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")

@@ -59,6 +59,10 @@ def test_each_source_has_its_provider(tmp_path: Path) -> None:
     [
         ({"hold": ("sglang==9.9",)}, "there is no such release"),
         ({"hold": ("==",)}, "--hold must be requirements"),
+        (
+            {"hold": ("sglang @ file:///x/sglang-1.0-py3-none-any.whl",)},
+            "--hold cannot be an address, got sglang @ file",
+        ),
         ({"hold": ("torch==2.9.*",)}, r"--hold needs NAME==VERSION, such as sglang==0.5.23, got torch==2.9.\*."),
         ({"hold": ("torch===x",)}, "--hold needs NAME==VERSION, such as sglang==0.5.23, got torch===x."),
         ({"python": "3.99"}, "--python must be an interpreter of this machine"),
