@@ -10,10 +10,12 @@ Every symptom of the log (symptoms.py) is a candidate, known to the catalogue or
    "unknown" as well.
 
 What was survived is no candidate: a failure that the catalogue knows does not count if an unknown exception of rank 2 ended
-the log more than NEAR_LINES after the last failure of its burst. It is then only "seen as well".
+the log more than NEAR_LINES after the last failure of its burst, or after steps that went well. It is then only "seen as
+well". A failure after which steps went well, or the run ended well, comes after those without.
 
 How sure a name is:
-- high: an error that only this failure prints ("cause"), with everything that the entry's conditions ask for.
+- high: an error that only this failure prints ("cause"), with everything that the entry's conditions ask for, and after
+  which nothing shows that the run went on.
 - medium: such an error without all conditions; or one that it usually prints ("likely"), with all of them.
 - low: anything else; everything from a traceback without any frame of SGLang or of a trainer; a line that is no error;
   a consequence; a sentence outside of its entry's context; and a failure that an unknown exception preceded, which may
@@ -93,6 +95,8 @@ class Diagnosis:
     """If nothing was recognized as a failure, the last lines that have words of failure."""
     last: tuple[LogLine, ...] = ()
     """If nothing was recognized as a failure, the last lines of all."""
+    went_on: LogLine | None = None
+    """What shows that the run went on after the failure; None if nothing does."""
 
 
 def diagnose(files: Sequence[str], contexts: Collection[str] = ()) -> Diagnosis:
@@ -150,7 +154,7 @@ class _Ranking:
             self.candidates.setdefault(each.entry.slug, each)
 
     def diagnosis(self) -> Diagnosis:
-        error = self._first(self.errors)
+        error = self._first([each for each in self.errors if not self._ran_on(each)]) or self._first(self.errors)
         best = next(iter(self.candidates.values()), None)
         if best and not self._was_survived(best) and (error is None or self._is_better(best, error)):
             return self._diagnosed(best, error)
@@ -158,11 +162,13 @@ class _Ranking:
         others = self._others(None)
         if first is None:
             return Diagnosis("no failure", None, others, None, doubts=self._doubts(), last=tuple(self.facts.last))
-        return Diagnosis("unknown", None, others, first.quoted, self._ending([first.quoted]))
+        went_on = self.facts.went_on_after(first.line)
+        return Diagnosis("unknown", None, others, first.quoted, self._ending([first.quoted]), went_on=went_on)
 
     def _badness(self, candidate: _Candidate) -> tuple[Any, ...]:
         """Return a sort key. Of one line, the entry whose context the log shows comes before the general one."""
-        return self._was_survived(candidate), candidate.rank, self.key(candidate.line), candidate.is_outside
+        survived = self._was_survived(candidate), self._ran_on(candidate.symptom)
+        return *survived, candidate.rank, self.key(candidate.line), candidate.is_outside
 
     def _is_better(self, candidate: _Candidate, error: Symptom) -> bool:
         """Return whether the candidate, and not an unknown exception, is the likelier cause."""
@@ -179,12 +185,16 @@ class _Ranking:
 
     def _diagnosed(self, chosen: _Candidate, error: Symptom | None) -> Diagnosis:
         confidence = chosen.confidence
+        went_on = self.facts.went_on_after(chosen.line)
+        if went_on and confidence == "high":
+            confidence = "medium"
         if any(self._led_to(each, chosen) for each in self.errors):
             confidence = "low"
         match = self._match(chosen, confidence)
         suspicious = self._before(chosen, error)
         shown = [line for _, line in match.evidence] + ([suspicious] if suspicious else [])
-        return Diagnosis("diagnosed", match, self._others(chosen), suspicious, self._ending(shown))
+        others, ending = self._others(chosen), self._ending(shown)
+        return Diagnosis("diagnosed", match, others, suspicious, ending, went_on=went_on)
 
     def _before(self, chosen: _Candidate, error: Symptom | None) -> LogLine | None:
         """Return an unknown line before the candidate that may have caused it.
@@ -308,11 +318,17 @@ class _Ranking:
         return "its traceback has no frame of SGLang" if has_engine else "the log does not show SGLang"
 
     def _was_survived(self, candidate: _Candidate) -> bool:
-        """Return whether an unknown exception ended the file, in a burst of failures that began long after it."""
+        """Return whether an unknown exception ended the file, long after it or after steps that went well."""
+        ran_on = self._ran_on(candidate.symptom)
         return any(
-            each.file == candidate.symptom.file and each.burst - candidate.line.number > NEAR_LINES
+            each.file == candidate.symptom.file
+            and (each.burst - candidate.line.number > NEAR_LINES or (ran_on and not self._ran_on(each)))
             for each in self.errors
         )
+
+    def _ran_on(self, symptom: Symptom) -> bool:
+        """Return whether it looks like a failure, and the run went on after it."""
+        return symptom.kind != "line" and self.facts.went_on_after(symptom.line) is not None
 
     def _led_to(self, unknown: Symptom, candidate: _Candidate) -> bool:
         """Return whether an unknown exception came before it, in the same burst of failures."""

@@ -14,6 +14,7 @@ OTHERS = 4
 NOTHING_SEEN = (
     "no exception, no crash and no words of failure, except in settings, counters and messages known as harmless"
 )
+WENT_ON = "The log goes on well after this failure: the run survived it, or was started again."
 OUTSIDE = "The name is that of the sentence alone: {}. Read cause and fix with that in mind."
 
 
@@ -36,6 +37,9 @@ def as_text(found: Diagnosis) -> str:
         lines.append(f"  {what}: {_shown(found.suspicious)}")
     if found.ending:
         lines.append(f"  ends with: {_shown(found.ending)}")
+    if found.went_on:
+        lines.append(f"  went on:   {_shown(found.went_on)}")
+        lines.append(_paragraph("note", WENT_ON))
     if step := next_step(found):
         lines.append(_paragraph("next", step))
     if found.finding:
@@ -91,6 +95,7 @@ def as_json(found: Diagnosis) -> str:
         "evidence": _evidence(finding) if finding else [],
         "suspicious": _line(found.suspicious) if found.suspicious else None,
         "ending": _line(found.ending) if found.ending else None,
+        "went_on": _line(found.went_on) if found.went_on else None,
         "next": next_step(found) or None,
         "doubts": [_line(line) for line in found.doubts],
         "last": [_line(line) for line in found.last],

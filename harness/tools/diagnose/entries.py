@@ -159,6 +159,7 @@ class Surroundings:
     next_steps: tuple["NextStep", ...]  # what to look at if a failure is unknown; the first that fits counts
     other_engines: tuple[Pattern, ...]  # engines that are not SGLang: a trainer that runs one is no context
     other_engine_packages: tuple[str, ...]  # an exception with frames of these, and none of SGLang's, is theirs
+    programs: tuple[Pattern, ...]  # names of a run's processes, as the kernel prints them: of at most 15 letters
     trainer_packages: tuple[str, ...]  # packages and folders of trainers that run SGLang
 
 

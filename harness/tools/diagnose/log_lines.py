@@ -1,11 +1,14 @@
-"""The lines of any log, without colours: of plain, gzipped and UTF-16 files, of JSON lines, and of run directories."""
+"""The lines of any log, without colours: of plain and gzipped files, in UTF-8, UTF-16 and UTF-32, of JSON lines, and of run directories."""
 
 import codecs
 import gzip
+import io
 import json
+import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,6 +24,11 @@ _FAILURE_KEYS = (
     "error", "traceback", "detail", "text", "said", "message", "msg", "log", "exception", "exc_info", "stack",
 )  # fmt: skip
 """Keys whose values in JSON lines, ours and others', describe a failure."""
+_LEVEL_KEYS = ("level", "levelname", "severity", "log_level")
+_LEVELS = {
+    "ERROR": "ERROR", "ERR": "ERROR", "FATAL": "CRITICAL", "CRITICAL": "CRITICAL", "PANIC": "CRITICAL",
+    "WARNING": "WARNING", "WARN": "WARNING", "INFO": "INFO", "DEBUG": "DEBUG",
+}  # fmt: skip
 _OF_OUR_EVENTS = {"event", "rank", "host", "time"}
 """Every line of a run's events has all of these. "event" alone is not enough: structlog calls its message that."""
 
@@ -52,15 +60,16 @@ def check_readable(files: Sequence[str]) -> None:
     for file in files:
         name = "standard input" if file == STDIN else file
         if file == STDIN:
-            head = cast(Any, sys.stdin.buffer).peek(HEAD_BYTES)[:HEAD_BYTES]
+            packed = head = cast(Any, sys.stdin.buffer).peek(HEAD_BYTES)[:HEAD_BYTES]
         elif Path(file).is_file():  # of a pipe, what is read here would be lost
-            with Path(file).open("rb") as stream:
-                head = stream.read(HEAD_BYTES)
+            with Path(file).open("rb") as stream, _opened(file) as text:
+                packed, head = stream.read(HEAD_BYTES), text.read(HEAD_BYTES)
         else:
             continue
         if not head:
             raise ValueError(f"{name} is empty; give a log.")
-        if b"\0" in head and not head.startswith(GZIP) and _encoding_of(head) is None:
+        # A packed archive of logs has zeros too, and can be read.
+        if b"\0" in head.lstrip(b"\0") and not packed.startswith(GZIP) and _encoding_of(packed) is None:
             raise ValueError(f"{name} is a binary file; give a log.")
 
 
@@ -75,21 +84,52 @@ def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
 
     A compressed file that is cut off or damaged, as after a killed job, is read as far as possible.
     """
-    if not path.endswith((".jsonl", ".json")):
-        yield from _plain_lines(path)
-        return
-    whole = path.endswith(".json") and Path(path).stat().st_size <= LARGEST_JSON
-    for number, chunk in [(1, Path(path).read_bytes())] if whole else _plain_lines(path):
-        try:
-            value = json.loads(chunk) if chunk.lstrip().startswith((b"{", b"[")) else None
-            texts = [line for text in _failure_texts(value) for line in text.splitlines()]
-        except (ValueError, RecursionError):  # not JSON: it is read as text
-            value, texts = None, []
-        if texts or (isinstance(value, dict) and value.keys() >= _OF_OUR_EVENTS):
-            yield from ((number, uncoloured(line.encode(errors="replace"))) for line in texts)
-        else:
-            for offset, line in enumerate(chunk.splitlines()):
-                yield from ((number + offset, uncoloured(part)) for part in line.split(b"\\n"))
+    name = path.removesuffix(".gz")
+    is_json = name.endswith((".jsonl", ".json"))
+    with _opened(path) as stream:
+        for number, chunk in _values(stream) if name.endswith(".json") else _pieces(stream):
+            # Loggers and Docker write a table in each line of any file.
+            if is_json or (chunk[:1] == b"{" and chunk.rstrip().endswith(b"}")):
+                yield from _lines_of_json(number, chunk)
+            else:
+                yield number, uncoloured(chunk)
+
+
+def _values(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield number and bytes of the one JSON value that a file has; of each line if it has more, or is large."""
+    start = stream.read(LARGEST_JSON + 1)
+    if len(start) <= LARGEST_JSON and _json_of(start) is not None:
+        yield 1, start
+    else:
+        yield from _pieces(cast(IO[bytes], io.BufferedReader(_Chain(start, stream))))
+
+
+def _lines_of_json(number: int, chunk: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield what a JSON value that begins at this line says of failures; the text as it is if it is no JSON."""
+    value = _json_of(chunk)
+    texts = [each for text in _failure_texts(value) for each in text.splitlines()]
+    if texts or (isinstance(value, dict) and value.keys() >= _OF_OUR_EVENTS):
+        for prefix, text in zip(chain([_prefix_of(value)], repeat("")), texts, strict=False):
+            yield number, uncoloured(f"{prefix}{text}".encode(errors="replace"))
+    else:
+        for offset, line in enumerate(chunk.splitlines()):
+            yield from ((number + offset, uncoloured(part)) for part in line.split(b"\\n"))
+
+
+def _prefix_of(value: Any) -> str:
+    """Return logger and level of a row as hydra writes them, a prefix that every reader of log lines knows; "" without."""
+    given = value if isinstance(value, dict) else {}
+    level = next((found for key in _LEVEL_KEYS if (found := _LEVELS.get(str(given.get(key)).upper()))), "")
+    logger = next((str(given[key]) for key in ("logger", "name", "logger_name") if given.get(key)), "log")
+    return f"[{re.sub(r'[^0-9A-Za-z_.]', '_', logger)}][{level}] - " if level else ""
+
+
+def _json_of(chunk: bytes) -> Any:
+    """Return the table or list that a text has in JSON; None for any other text."""
+    try:
+        return json.loads(chunk) if chunk.lstrip().startswith((b"{", b"[")) else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def uncoloured(raw: bytes) -> bytes:
@@ -112,34 +152,101 @@ def _failure_texts(value: Any, key: str = "") -> Iterator[str]:
             yield from _failure_texts(each, inner)
 
 
-def _plain_lines(path: str) -> Iterator[tuple[int, bytes]]:
+def _pieces(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield number and bytes of each line; of a long line, of each piece."""
     number, begins = 0, True
-    with _opened(path) as stream:
-        while raw := _or_nothing(stream.readline, LONGEST_LINE):
-            number += begins
-            begins = raw.endswith(b"\n")
-            yield number, uncoloured(raw)
+    while raw := stream.readline(LONGEST_LINE):
+        number += begins
+        begins = raw.endswith(b"\n")
+        yield number, raw if raw[0] else raw.lstrip(b"\0")  # a log that was cut while it was written begins with zeros
 
 
 def _opened(path: str) -> IO[bytes]:
-    """Open a stream of UTF-8, once and without seeking: it may be a pipe."""
+    """Open a stream of UTF-8, once and without seeking: it may be a pipe. Its content says how it is packed and encoded."""
     stream: Any = sys.stdin.buffer if path == STDIN else Path(path).open("rb", buffering=1 << 20)  # noqa: SIM115
-    if _or_nothing(stream.peek, 2).startswith(GZIP):
-        stream = gzip.GzipFile(fileobj=stream)
-    encoding = _encoding_of(_or_nothing(stream.peek, 2))
-    return cast(IO[bytes], codecs.EncodedFile(stream, "utf-8", encoding, "replace") if encoding else stream)
+    if stream.peek(2).startswith(GZIP):
+        stream = io.BufferedReader(_Unpacked(stream), 1 << 16)
+    encoding = _encoding_of(stream.peek(HEAD_BYTES)[:HEAD_BYTES])
+    if encoding is None:
+        return cast(IO[bytes], stream)
+    text = io.TextIOWrapper(stream, encoding, errors="replace", newline="\n")
+    return cast(IO[bytes], io.BufferedReader(_Encoded(text), 1 << 16))
+
+
+class _Unpacked(io.RawIOBase):
+    """What a gzip file holds; one that is cut off or damaged ends there."""
+
+    def __init__(self, packed: IO[bytes]) -> None:
+        self._packed, self._stream = packed, gzip.GzipFile(fileobj=packed)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            found = self._stream.read1(len(buffer))
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            return 0
+        buffer[: len(found)] = found
+        return len(found)
+
+    def close(self) -> None:
+        self._packed.close()
+        super().close()
+
+
+class _Encoded(io.RawIOBase):
+    """A text in UTF-8."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self._text = text
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._text.read(len(buffer) // 4).encode(errors="replace")  # four bytes are the longest character
+        buffer[: len(found)] = found
+        return len(found)
+
+    def close(self) -> None:
+        self._text.close()
+        super().close()
+
+
+class _Chain(io.RawIOBase):
+    """What was already read of a stream, and then its rest."""
+
+    def __init__(self, start: bytes, rest: IO[bytes]) -> None:
+        self._start, self._rest = io.BytesIO(start), rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._start.read(len(buffer)) or self._rest.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+
+_BOMS = {
+    codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+"""How a text begins -> its encoding. The first that fits counts."""
+_WIDE = {"utf-32-le": (4, 0), "utf-32-be": (4, 3), "utf-16-le": (2, 0), "utf-16-be": (2, 1)}
+"""Encoding -> bytes of a character, and which of them an English letter has; the others are zero. The first that fits counts."""
 
 
 def _encoding_of(head: bytes) -> str | None:
-    """Return UTF-16 if the first bytes say so; None for UTF-8 and whatever is like it."""
-    if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        return "utf-16"
-    return "utf-16-le" if head[1:2] == b"\0" else "utf-16-be" if head[:1] == b"\0" else None
-
-
-def _or_nothing(read: Callable[[int], bytes], size: int) -> bytes:
-    """Return what is read, or nothing at the end of a gzip file that is cut off or damaged."""
-    try:
-        return read(size)
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        return b""
+    """Return UTF-16 or UTF-32 if the first bytes say so; None for UTF-8 and whatever is like it."""
+    for mark, name in _BOMS.items():
+        if head.startswith(mark):
+            return name
+    for name, (width, at) in _WIDE.items():
+        places = [head[each::width] for each in range(width)]
+        letters = places.pop(at)
+        zeros = min(each.count(0) / max(1, len(each)) for each in places)
+        if letters and zeros > 0.5 and letters.count(0) < 0.1 * len(letters):
+            return name
+    return None

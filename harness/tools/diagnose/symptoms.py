@@ -31,6 +31,11 @@ LINES_APART = 50
 """Of lines of one process that match the same pattern, the next one that is kept is so many lines away."""
 MOST_TEXTS = 1000
 """After so many symptoms of a file, those that begin alike up to the first colon count as the same."""
+QUOTED_LINES = 500
+"""A quotation that no line has ended for so long was cut off."""
+STEPS_AFTER = 2
+"""So many steps after a failure show that the run survived it."""
+LONGEST_STEP = 1000  # characters of a line in which the number of a step is looked for
 LAST_LINES = 3  # of the log, and so many of the lines in doubt
 
 WORDS = frozenset(
@@ -52,7 +57,7 @@ _CRASH = re.compile(
 )
 _COMPLAINT = re.compile(
     r"\b(?:ERROR\b|FATAL\b|CRITICAL\b|FAILED\b|fatal: |exited with code [1-9]|exit(?:ed with)? ?(?:code|status)\W{1,3}-?[1-9]"
-    r"|exitcode ?: -?[1-9]|[A-Z]\w*(?:Error|Exception): |nccl[A-Z]\w*Error\b|[Cc]uda (?:error|failure)\b|NVRM: Xid\b|OOMKilled\b"
+    r"|exitcode ?: -?[1-9]|[A-Z]\w*(?:Error|Exception): |nccl[A-Z]\w*Error\b|[Cc]uda (?:error|failure)\b|NVRM: Xid\b|OOMKilled\b(?!\"?: ?false)"
     r"|oom_kill event|killed (?:due to|because of) .*memory|watchdog timeout \(|Watchdog caught collective operation timeout"
     r"|Exception raised from throw\w*Error|NCCL WARN .{0,300}(?:closed|fail|error|refused|timed? ?out))"
     r"|(?<!\S)[Ee]rror:|\[(?:error|crit|alert|emerg|fatal)\]|^(?:Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\)"
@@ -89,6 +94,37 @@ _TORCH_ERROR = re.compile(r"\[E\d{3,4} \d\d:\d\d:\d\d|\[E [^\]]*?\w\.(?:cpp|cc|c
 # A logger says that the line is no failure: healthy runs print such lines too.
 MILD = re.compile(r"(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b|\b[A-Z]?\w*Warning: |\[[WI]\d{3,4} \d\d:")
 _RANKS = re.compile(r"(?:^| )(?:TP|DP|PP|EP)\d+(?: |$)")  # in the prefix of SGLang's schedulers
+_INSTALLED = re.compile(
+    r"(?:.*/)?(?:(?:site|dist)-packages|lib(?:64)?/python3(?:\.\d+)?(?!/(?:site|dist)-packages/))/([^/]+)"
+)
+_SOURCE_OF_SGLANG = re.compile(
+    r"(?:^|/)(?:python/sglang/|bin/sglang$|sglang/(?:srt|lang|cli|jit_kernel|kernels|multimodal_gen)/)"
+)
+_VICTIM = re.compile(
+    r"Kill(?:ed)? process (?P<pid>\d+),? \((?P<name>[^)]{0,64})\)|reaped process (?P<reaped>\d+) \((?P<of>[^)]{0,64})\)"
+    r"|oom-kill:constraint=.{0,2000}?\btask=(?P<task>.{0,64}?),pid=(?P<of_task>\d+)"
+    r"|(?<!\S)(?P<asked>\S{1,64}) invoked oom-killer\b"
+)
+"""The kernel's sentences about a process that it killed for want of memory; "asked" is only the one that asked for some."""
+_STEP = re.compile(
+    r"(?:^|[^\w=./-])(?:(?:global|training|train)[_ ])?(?:step|iteration|iter|rollout)['\"]?(?: ?[:=#] ?| )(\d{1,9})\b(?=.{0,300}?[:= ]-?\d)",
+    re.IGNORECASE,
+)
+"""What a trainer prints after a step: its number and metrics."""
+_SUCCESS = re.compile(
+    r"^PASSED: \d|^Job '[\w-]+' succeeded\b|\b(?:Process finished|command terminated|(?:script|job|run|training) (?:exited|finished|ended)) with"
+    r" (?:exit )?(?:code|status) 0\b|^(?:final )?exit[ _](?:code|status)\W{1,3}0\s*$",
+    re.IGNORECASE,
+)
+"""What says that a whole run, and not one process of it, ended well."""
+_WORDS_OF_SUCCESS = frozenset(b"passed succeeded exit exit_code exit_status exited finished ended terminated".split())
+_WORDS_OF_PROGRESS = _WORDS_OF_SUCCESS | frozenset(
+    b"step global_step training_step train_step iteration iter rollout".split()
+)
+_NUMBER_OF_STEP = re.compile(rb"(?i:step|iteration|iter|rollout)['\"]?(?: ?[:=#] ?| )(\d{1,9})\b")
+_KEYS_OF_QUOTATION = ("response", "ground_truth")  # after "[prompt]"
+_KEY_OF_REWARD = re.compile(r"\[([a-z_]{3,20})\](?: |$)")
+_PID = re.compile(r"\b(?:pid\W{0,3}|[Pp]rocess )(\d+)\b")
 _STAMP = re.compile(r"(\d{4}[-/]\d\d[-/]\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z\b|[-+][01]\d:?\d\d\b)?")
 
 
@@ -137,9 +173,9 @@ class Symptom:
 
     @property
     def packages(self) -> set[str]:
-        """The folders in the paths of its frames."""
+        """The packages of its frames."""
         frames = self.traceback.frames if self.traceback else []
-        return {part for frame in frames for part in frame.file.replace("\\", "/").split("/")}
+        return {package for frame in frames for package in packages_of(frame.file)}
 
     @property
     def has_whole_traceback(self) -> bool:
@@ -159,6 +195,52 @@ class Symptom:
         return line.process == self.line.process and has_prefix == own_prefix
 
 
+def packages_of(file: str) -> set[str]:
+    """Return the package of an installed file, else all folders above it; "sglang" only for SGLang's own source.
+
+    An environment, or a folder of the user's own code, may be called sglang too.
+    """
+    path = file.replace("\\", "/")
+    if installed := _INSTALLED.match(path):
+        return {installed[1]}
+    return {*path.split("/")} - (set() if _SOURCE_OF_SGLANG.search(path) else {"sglang"})
+
+
+@dataclass(slots=True)
+class Progress:
+    """The end of what a log shows of steps that went well."""
+
+    most: int = -1
+    """The largest number of a step."""
+    steps: deque[LogLine] = field(default_factory=lambda: deque(maxlen=STEPS_AFTER))
+    """The last lines with the number of a step that is larger than all before it."""
+    success: LogLine | None = None
+    """The last line that says that the run ended well."""
+
+    def may_read(self, raw: bytes, words: Set[bytes]) -> bool:
+        """Return quickly whether a line of these words, in lower case, may have a larger number or the end of a run."""
+        if not _WORDS_OF_SUCCESS.isdisjoint(words):
+            return True
+        return any(int(number) > self.most for number in _NUMBER_OF_STEP.findall(raw[:LONGEST_STEP]))
+
+    def read(self, line: LogLine) -> None:
+        """Look at one line."""
+        if _SUCCESS.search(line.text):
+            self.success = line
+        elif (step := _STEP.search(line.text)) and int(step[1]) > self.most and _kind(line) is None:
+            self.most = int(step[1])
+            self.steps.append(line)
+
+    def after(self, line: LogLine) -> LogLine | None:
+        """Return the line that shows that the run went on after this one; None if nothing does.
+
+        One step proves nothing: other ranks may still have printed the one in which the first rank failed.
+        """
+        if self.success and _is_after(self.success, line):
+            return self.success
+        return self.steps[-1] if len(self.steps) == STEPS_AFTER and _is_after(self.steps[0], line) else None
+
+
 @dataclass(slots=True)
 class LogFacts:
     """What several files show together."""
@@ -175,18 +257,44 @@ class LogFacts:
     """The same of lines that do not say that the program failed, such as warnings, and of tracebacks without an exception."""
     last: list[LogLine] = field(default_factory=list)
     """The last lines of the last file that has any, without empty ones."""
+    progress: list["Progress"] = field(default_factory=list)
+    """Of each file."""
+
+    def went_on_after(self, line: LogLine) -> LogLine | None:
+        """Return a line that shows that the run went on after this one; None if nothing does."""
+        return next(filter(None, (each.after(line) for each in self.progress)), None)
+
+    def set_others_aside(self) -> None:
+        """Take the kernel's sentences about the deaths of other programs for mild doubts: they are no failures of the run."""
+        victims = {each.line: found for each in self.symptoms if (found := _VICTIM.search(each.line.text))}
+        of_run = {pid for each in self.symptoms if each.line not in victims for pid in _PID.findall(each.line.whole)}
+        told = {
+            line.file for line, found in victims.items() if not found["asked"]
+        }  # where the kernel names its victims
+
+        def is_others(line: LogLine, found: re.Match[str]) -> bool:
+            name = found["name"] or found["of"] or found["task"] or found["asked"] or ""
+            pid = found["pid"] or found["reaped"] or found["of_task"]
+            is_runs = not name or any(each.regex.search(name) for each in surroundings().programs)
+            return (bool(found["asked"]) and line.file in told) or not (is_runs or pid in of_run)
+
+        others = {line for line, found in victims.items() if is_others(line, found)}
+        self.symptoms = [each for each in self.symptoms if each.line not in others]
+        self.mild_doubts += sorted(others, key=lambda line: line.number)[-LAST_LINES:]
 
 
 def read_facts(files: Sequence[str]) -> LogFacts:
     """Read the files. Raise OSError."""
     facts, index, seen = LogFacts(), _index(), set[Pattern]()
     for position, file in enumerate(files):
-        scanner, kept = _Scanner(position), dict[tuple[Pattern, str], int]()
-        last = deque[tuple[int, bytes]](maxlen=LAST_LINES)
+        scanner, kept, progress = _Scanner(position), dict[tuple[Pattern, str], int](), Progress()
+        last, quotation = deque[tuple[int, bytes]](maxlen=LAST_LINES), _Quotation()
         for number, raw in raw_lines(file):
             words = set(raw.translate(TABLE).split())
             if words:
                 last.append((number, raw))
+            if (quotation.is_open or b"prompt" in words) and quotation.has(number, raw):
+                continue
             patterns = [
                 each
                 for word in words & index.by_word.keys()
@@ -194,6 +302,8 @@ def read_facts(files: Sequence[str]) -> LogFacts:
                 if each.words <= words and each not in seen
             ]
             may_fail = _may_fail(raw, words)
+            if not _WORDS_OF_PROGRESS.isdisjoint(words) and progress.may_read(raw, words):
+                progress.read(_line_of(number, raw[:LONGEST_STEP], file))
             if not (patterns or may_fail or scanner.awaits(number)):
                 continue
             line = _line_of(number, raw, file)
@@ -209,6 +319,7 @@ def read_facts(files: Sequence[str]) -> LogFacts:
                 facts.contexts.add("engine")
             scanner.read(line, matched, may_fail)
         facts.symptoms += scanner.symptoms()
+        facts.progress.append(progress)
         facts.doubts += scanner.doubts
         facts.mild_doubts += scanner.mild_doubts
         facts.last = [_line_of(number, raw, file) for number, raw in last] or facts.last
@@ -216,7 +327,31 @@ def read_facts(files: Sequence[str]) -> LogFacts:
         name for name, patterns in surroundings().contexts.items() if any(each in facts.lines for each in patterns)
     }
     facts.contexts |= shown
+    facts.set_others_aside()
     return facts
+
+
+class _Quotation:
+    """What a model was asked and what it answered, which verl prints in several lines: its tracebacks are not the run's."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, int] = {}  # process -> number of the line with which its quotation begins
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a line without the word "prompt" may be quoted."""
+        return bool(self._began)
+
+    def has(self, number: int, raw: bytes) -> bool:
+        """Return whether the line is quoted. The next line with another key, as "[score]", ends a quotation."""
+        line = _line_of(number, raw, "")
+        began, key = self._began.pop(line.process, -QUOTED_LINES), _KEY_OF_REWARD.match(line.text)
+        if key and key[1] == "prompt":
+            began = number
+        elif (key and key[1] not in _KEYS_OF_QUOTATION) or number - began >= QUOTED_LINES:
+            return False
+        self._began[line.process] = began
+        return True
 
 
 def _line_of(number: int, raw: bytes, file: str) -> LogLine:
@@ -304,7 +439,7 @@ class _Scanner:
     def _look(self, line: LogLine, matched: frozenset[Pattern], may_fail: bool) -> None:
         kind = _kind(line)
         earlier = next((each for each in reversed(self._pending) if each.may_have_in_message(line)), None)
-        if kind is None and earlier:
+        if kind is None and earlier and not _VICTIM.search(line.text):
             for pattern in matched:
                 earlier.matched.setdefault(pattern, line)
         elif kind or not matched.isdisjoint(_signature_patterns()):
@@ -381,6 +516,14 @@ def _kind(line: LogLine) -> Kind | None:
         return "complaint"
     may = _MAY_BE_COMPLAINT.search(line.text) and not (MILD.search(line.whole) or IS_HANDLED.search(line.text))
     return "complaint" if may or _COMPLAINT.search(line.text) or _TORCH_ERROR.search(line.whole) else None
+
+
+def _is_after(line: LogLine, other: LogLine) -> bool:
+    """Return whether a line was written after the other; of lines of two files, whether their clocks show it."""
+    if line.file == other.file:
+        return line.number > other.number
+    stamp, others = seconds_of(line), seconds_of(other)
+    return stamp is not None and others is not None and has_zone(line) == has_zone(other) and stamp > others
 
 
 def has_zone(line: LogLine) -> bool:

@@ -9,6 +9,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,9 @@ from harness.config.draft_rules import draft_of
 from harness.rollout.defaults import engine_defaults
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
+from harness.runtime.tracebacks import log_lines, tracebacks_in
 from harness.task.tiny_models import is_tiny, tiny_fields
+from harness.tools.diagnose.symptoms import packages_of
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
 
 TORCHRUN, SERVER = "repro.py.jinja", "server.py.jinja"
@@ -29,10 +32,11 @@ LONGEST = 600
 """Characters of a message that are kept."""
 MOST_PROMPT_TOKENS = 32
 """Longer prompts prove no more about a sync."""
-ENGINE = ("EngineFailed", "EngineRefused", "OutOfMemoryError", "CUDAError")
+ENGINE = ("EngineFailed", "EngineRefused")
 """Errors that the same calls on the same engine raise again without a planted fault."""
+GPU = ("OutOfMemoryError", "CUDAError", "AcceleratorError")
+"""Errors of a GPU: the engine's too, except in a phase in which only the trainer works."""
 ARRIVAL = ("WeightsDidNotArrive", "NoBaseline")
-PACKAGE = re.compile(r'^\s*File ".*[/\\](?:sglang|transformers)[/\\]')
 STEP_PHASES = ("resume_weights", "sync", "resume_kv_cache", "generate", "release", "old_log_probs", "update_actor")
 ORDER = ("meet", "start_engine", "first_release", "build_trainer", *STEP_PHASES, "shutdown")
 LEARNING = ("reference_log_probs", "values", "advantages", "update_critic", "free_caches")
@@ -55,6 +59,8 @@ ELSEWHERE = dict.fromkeys(LEARNING, "update_actor") | {
     "save_weights": "sync",
 }
 """Phases of a run that a program does not have -> the phase of the program that stands for them."""
+OF_TRAINER = ("build_trainer", "old_log_probs", "update_actor")
+"""Phases of a program in which only the trainer works."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +131,8 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
     still |= {"resume_kv_cache"} if resumes_all else set()
     fault = planted_fault(subject.seen, [name for name in ORDER if name not in still])
     missing = missing_tensors(subject.seen)
-    has_own_failure = bool(subject.seen and subject.seen.code and not (fault or missing))
+    seen = subject.seen
+    has_own_failure = bool(seen and seen.code and seen.kind != "watchdog" and not (fault or missing))
     control = control_without_fault(subject, is_random) if has_own_failure else ""
     timeouts = dict(config.run.phase_timeouts)
     if fault and subject.seen and subject.seen.phase in timeouts:
@@ -208,7 +215,7 @@ def _header(subject: Subject, evidence: Evidence, values: dict[str, Any], server
     return [
         *_what(subject, values, server),
         "",
-        *_how_to_run(command, values),
+        *_how_to_run(command, values, bool(subject.seen and subject.seen.kind == "watchdog")),
         "",
         f'Expected: exit code 0, and "PASSED: {values["steps"]} of {values["steps"]} steps".',
         *_found(subject.seen, evidence.slug),
@@ -233,9 +240,11 @@ def _what(subject: Subject, values: dict[str, Any], server: bool) -> list[str]:
     return [f"{who}: {config.model.name} {made}, {mesh}."]
 
 
-def _how_to_run(command: str, values: dict[str, Any]) -> list[str]:
+def _how_to_run(command: str, values: dict[str, Any], watchdog_failed: bool) -> list[str]:
     """Return the commands of both arms, and what the control arm does without."""
     lines = ["It needs sglang, which brings torch and transformers, and nothing else:"]
+    if watchdog_failed:
+        return [*lines, f"    {command}", "The run's watchdog failed. This file has none, so it should pass."]
     if not values["has_arms"]:
         return [*lines, f"    {command}"]
     without, why = {
@@ -331,7 +340,7 @@ def _statement(seen: RunEnd) -> str:
     if seen.kind == "stopped" and (process := re.match(r"engine process (.*) \(pid \d+\)", seen.error)):
         engine = '__import__("psutil").Process().children(recursive=True)'
         return f"[each.suspend() for each in {engine} if each.name() == {process[1]!a}]"
-    if seen.kind in ("died", "ended", "lost", "stopped"):
+    if seen.kind in ("died", "ended", "lost", "stopped", "vanished"):
         if code := re.search(r"ended with exit code (\d+)", seen.error):
             return f"leave({code[1]})"
         named = re.search(r"\bSIG[A-Z]+\b", seen.error)
@@ -340,12 +349,30 @@ def _statement(seen: RunEnd) -> str:
     message = seen.error.partition(": ")[2][:LONGEST]
     if seen.code in (2, 125):
         return f"leave({seen.code}, {f'error: {message}'!a} + chr(10))"
-    name = _class_name(seen.error)
-    if name in ENGINE or any(PACKAGE.match(line) for line in seen.traceback) or not name.isidentifier():
+    if _is_of_sglang(seen):
         return ""
+    name = _class_name(seen.error)
+    return f"raise {_exception(name, message) if name.isidentifier() else _exception('RuntimeError', seen.error[:LONGEST])}"
+
+
+def _exception(name: str, message: str) -> str:
+    """Return Python code for an exception of this name, which prints the message as it is."""
     builtin = getattr(builtins, name, None)
-    is_known = name == ARRIVAL[0] or (isinstance(builtin, type) and issubclass(builtin, Exception))
-    return f"raise {name if is_known else f'type({name!a}, (RuntimeError,), {{}})'}({message!a})"
+    if name == ARRIVAL[0]:
+        return f"{name}({message!a})"
+    with suppress(TypeError):  # UnicodeDecodeError, for one, takes more than a message, and KeyError adds quotes
+        if isinstance(builtin, type) and issubclass(builtin, Exception) and str(builtin(message)) == message:
+            return f"{name}({message!a})"
+    return f"type({name!a}, (RuntimeError,), {{}})({message!a})"
+
+
+def _is_of_sglang(seen: RunEnd) -> bool:
+    """Return whether SGLang failed, and not the trainer or code of the user's own."""
+    name, phase = _class_name(seen.error), ELSEWHERE.get(seen.phase, seen.phase)
+    if name in ENGINE or (name in GPU and phase not in OF_TRAINER):
+        return True
+    frames = [frame for each in tracebacks_in(log_lines("\n".join(seen.traceback))) for frame in each.frames]
+    return any("sglang" in packages_of(frame.file) for frame in frames)
 
 
 def _class_name(error: str) -> str:

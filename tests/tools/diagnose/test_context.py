@@ -386,6 +386,11 @@ STEPS = {
     "command terminated with exit code 137": "cgroup",
     "[rank2]:[E ProcessGroupNCCL.cpp:475] Some NCCL operations have failed or timed out.": "NCCL_DEBUG=INFO",
     "RuntimeError: CUDA error: device-side assert triggered": "CUDA_LAUNCH_BLOCKING=1",
+    "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered": "driver",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": "mem_fraction_static",
+    "huggingface_hub.errors.GatedRepoError: 401 Client Error. (Request ID: Root=1-6)": "HF_TOKEN",
+    "OSError: [Errno 28] No space left on device": "df -h",
+    "slurmstepd: error: *** JOB 8 ON n CANCELLED AT 2026-11-20T10:00:00 DUE TO TIME LIMIT ***": "sacct",
     "mine.Broken: no": "all ranks",
 }
 
@@ -488,3 +493,166 @@ def test_a_bare_exception_is_no_message_of_the_one_before_it(tmp_path: Path) -> 
     found = diagnose([str(log)])
     assert found.verdict == "unknown"
     assert found.suspicious and found.suspicious.number == 3
+
+
+KERNEL = (
+    "[812.1] Out of memory: Killed process 4242 ({}) total-vm:98304000kB, anon-rss:65536000kB, UID:1000",
+    "[812.1] Out of memory: Kill process 4242 ({}) score 905 or sacrifice child",
+    "[812.1] Memory cgroup out of memory: Killed process 4242 ({}) total-vm:98304000kB, anon-rss:65536000kB",
+    "[812.1] oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,global_oom,task_memcg=/a,task={},pid=4242,uid=0",
+    "[812.1] oom_reaper: reaped process 4242 ({}), now anon-rss:0kB, file-rss:0kB, shmem-rss:0kB",
+    "[812.1] {} invoked oom-killer: gfp_mask=0x100cca(GFP_HIGHUSER_MOVABLE), order=0, oom_score_adj=0",
+)
+
+
+@pytest.mark.parametrize("line", KERNEL)
+def test_the_kernel_says_which_program_it_killed(line: str, tmp_path: Path) -> None:
+    for program in ("python3", "python3.11", "pt_main_thread", "ray::WorkerDict", "sglang::schedul"):
+        assert name(diagnosed(tmp_path, f"{HEALTHY}{line.format(program)}\n")) == "host-out-of-memory high", program
+    for program in ("chrome", "java", "mysqld", "Web Content", "node"):
+        killed = line.format(program.split()[-1] if "invoked" in line else program)
+        alone = diagnosed(tmp_path, f"{HEALTHY}{killed}\n{HEALTHY}")
+        assert alone.verdict == "no failure" and killed in as_text(alone)
+        found = diagnosed(tmp_path, f"{HEALTHY}{killed}\n{HEALTHY}{USER}")
+        assert found.verdict == "unknown" and found.suspicious and found.suspicious.text == "KeyError: 'answer'"
+        known = diagnosed(tmp_path, f"{HEALTHY}{killed}\n{OWN_ERROR}")
+        assert name(known) == "double-resume-or-release high" and known.others == ()
+
+
+def test_a_program_of_any_name_is_the_runs_if_its_launcher_names_the_pid(tmp_path: Path) -> None:
+    kernel, lost = tmp_path / "dmesg.log", tmp_path / "a.log"
+    kernel.write_text(KERNEL[0].format("my_trainer") + "\n")
+    lost.write_text(f"{HEALTHY}failed (exitcode: -9) local_rank: 0 (pid: 4242) of binary: /usr/bin/my_trainer\n")
+    assert name(diagnose([str(lost), str(kernel)])) == "host-out-of-memory high"
+    lost.write_text(f"{HEALTHY}failed (exitcode: -9) local_rank: 0 (pid: 77) of binary: /usr/bin/my_trainer\n")
+    assert diagnose([str(lost), str(kernel)]).verdict == "unknown"
+
+
+def test_who_asked_for_memory_is_not_who_was_killed(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, f"{KERNEL[5].format('python3')}\n{KERNEL[0].format('chrome')}\n{HEALTHY}")
+    assert found.verdict == "no failure"
+    found = diagnosed(tmp_path, f"{KERNEL[5].format('chrome')}\n{KERNEL[0].format('python3')}\n")
+    assert name(found) == "host-out-of-memory high"
+
+
+def test_an_environment_or_a_folder_named_sglang_is_not_sglang(tmp_path: Path) -> None:
+    vllm = VLLM.replace("/env/", "/opt/conda/envs/sglang/lib/python3.11/")
+    text = f"Traceback (most recent call last):\n{vllm}RuntimeError: CUDA error: an illegal memory access was encountered\n"
+    assert name(diagnosed(tmp_path, text)) == name(diagnosed(tmp_path, text.replace("/envs/sglang/", "/envs/x/")))
+    error = "RuntimeError: nonce == returnedNonce INTERNAL ASSERT FAILED\n"
+    for file in ("/user/sglang/train.py", "/opt/conda/envs/sglang/lib/python3.11/multiprocessing/process.py"):
+        own = f'Traceback (most recent call last):\n  File "{file}", line 3, in run\n{error}'
+        assert name(diagnosed(tmp_path, f"{HEALTHY}{own}")) == "port-collision-same-seed low"
+
+
+STEP_LINES = (
+    "(TaskRunner pid=1) step:{} - actor/entropy:0.41 - critic/score/mean:0.2 - response/aborted_ratio:0.0\n",
+    "[  12.8 s] step {}  reward 0.000  truncated 94%  log-prob difference 4.1e-07\n",
+    "(MegatronTrainRayActor pid=2) [2026-11-21 05:44:00] step {}: {{'train/loss': 0.1, 'train/grad_norm': 1.0}}\n",
+    "[2026-11-21 05:44:00,123][__main__][INFO] - Iteration: {} | loss: 0.31\n",
+    "{{'global_step': {}, 'loss': 0.31}}\n",
+)
+ENDS_WELL = (
+    "[  15.4 s] PASSED: 3 PPO steps; 4 weight syncs\n",
+    "Job 'raysubmit_a8Bc' succeeded\n",
+    "Process finished with exit code 0\n",
+    "exit code: 0\n",
+)
+
+
+@pytest.mark.parametrize("step", STEP_LINES)
+def test_a_failure_after_which_steps_went_well_did_not_end_the_run(step: str, tmp_path: Path) -> None:
+    before = step.format(6) + step.format(7)
+    cut = f"{HEALTHY}{before}{OWN_ERROR}"
+    late = step.format(7) + step.format(8)  # of the other ranks, which print the step in which the first one failed
+    for text in (cut, cut + HEALTHY, cut + late):
+        found = diagnosed(tmp_path, text)
+        assert name(found) == "double-resume-or-release high" and found.went_on is None
+    found = diagnosed(tmp_path, cut + step.format(8) + HEALTHY + step.format(9))
+    assert name(found) == "double-resume-or-release medium"
+    assert found.went_on and found.went_on.whole == step.format(9).rstrip()
+    assert "goes on well after this failure" in as_text(found) and json.loads(as_json(found))["went_on"]["line"] == 7
+
+
+@pytest.mark.parametrize("end", ENDS_WELL)
+def test_a_failure_of_a_run_that_ended_well(end: str, tmp_path: Path) -> None:
+    assert name(diagnosed(tmp_path, f"{OWN_ERROR}{HEALTHY}{end}")) == "double-resume-or-release medium"
+    assert name(diagnosed(tmp_path, f"{end}{HEALTHY}{OWN_ERROR}")) == "double-resume-or-release high"
+    unknown = diagnosed(tmp_path, f"{USER}{HEALTHY}{end}")
+    assert unknown.verdict == "unknown" and unknown.went_on and "goes on well after this failure" in as_text(unknown)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: rank 3 failed in step {}: loss=nan",
+        "waiting for step {}",
+        "worker {} exited with code 0",
+        "exit code: 0 of step {}",
+    ],
+)
+def test_what_only_names_a_step_or_ends_one_process_is_no_progress(line: str, tmp_path: Path) -> None:
+    text = OWN_ERROR + "".join(f"{line.format(number)}\n" for number in range(5))
+    found = diagnosed(tmp_path, text)
+    assert found.went_on is None and name(found) == "double-resume-or-release high"
+
+
+def test_of_two_failures_the_one_that_was_not_survived_is_the_cause(tmp_path: Path) -> None:
+    steps = STEP_LINES[0].format(8) + STEP_LINES[0].format(9)
+    other = "AssertionError: dp_size must be 1 or dp attention must be enabled for update weights from tensor\n"
+    assert name(diagnosed(tmp_path, f"{OWN_ERROR}{steps}{other}")) == "dp-attention-update high"
+    assert name(diagnosed(tmp_path, f"{other}{steps}{OWN_ERROR}")) == "double-resume-or-release high"
+    found = diagnosed(tmp_path, f"{OWN_ERROR}{steps}{USER}")
+    assert found.verdict == "unknown" and found.suspicious and found.suspicious.text == "KeyError: 'answer'"
+    assert [each.entry.slug for each in found.others] == ["double-resume-or-release"]
+    found = diagnosed(tmp_path, f"{USER}{steps}ValueError: another\n")
+    assert found.suspicious and found.suspicious.text == "ValueError: another" and found.went_on is None
+
+
+def test_a_later_file_may_show_that_the_run_went_on(tmp_path: Path) -> None:
+    (tmp_path / "engine.log").write_text(f"2026-11-21 05:44:00 {OWN_ERROR}")
+    (tmp_path / "trainer.log").write_text("".join(f"2026-11-21 05:4{n}:30 step {n}: loss=0.3\n" for n in range(4)))
+    files = [str(tmp_path / "engine.log"), str(tmp_path / "trainer.log")]
+    assert name(diagnose(files)) == "double-resume-or-release high"
+    with (tmp_path / "trainer.log").open("a") as log:
+        log.write("".join(f"2026-11-21 05:4{n}:30 step {n}: loss=0.3\n" for n in range(4, 6)))
+    assert name(diagnose(files)) == "double-resume-or-release medium"
+
+
+QUOTED = """[prompt] Why does this fail?
+[response] It says:
+Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+KeyError: 'kv_cache', in resume_memory_occupation of sglang
+AssertionError: dp_size must be 1 or dp attention must be enabled for update weights from tensor
+[ground_truth] RuntimeError: Cannot pause allocation that is not active
+[score] 0.0
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "(RewardManager pid=7) "])
+def test_what_a_model_was_asked_and_answered_is_no_failure(prefix: str, tmp_path: Path) -> None:
+    quoted = "".join(f"{prefix}{line}\n" for line in QUOTED.splitlines())
+    others = "(WorkerDict pid=3) another process goes on\n"
+    mixed = quoted.replace("\n", f"\n{others}")
+    for text in (quoted, mixed, quoted * 3):
+        assert as_text(diagnosed(tmp_path, HEALTHY + text)).startswith("no failure seen: ")
+        found = diagnosed(tmp_path, f"{HEALTHY}{text}{USER}")
+        assert found.suspicious and found.suspicious.text == "KeyError: 'answer'" and found.others == ()
+        own = f"(WorkerDict pid=3) {OWN_ERROR}"
+        assert name(diagnosed(tmp_path, text.replace(others, own, 2) + own)) == "double-resume-or-release high"
+    cut = quoted.rpartition(f"{prefix}[score]")[0] + "a long answer\n" * 500
+    assert name(diagnosed(tmp_path, f"{cut}{OWN_ERROR}")) == "double-resume-or-release high"
+
+
+def test_ray_counts_workers_that_it_did_not_kill(tmp_path: Path) -> None:
+    line = "(raylet) node_manager.cc:3069: {} Workers (tasks / actors) killed due to memory pressure (OOM), 1 Workers crashed\n"
+    assert name(diagnosed(tmp_path, f"{HEALTHY}{line.format(0)}{USER}")) == "unknown"
+    for count in (1, 10):
+        assert name(diagnosed(tmp_path, f"{HEALTHY}{line.format(count)}")) == "host-out-of-memory high"
+
+
+def test_a_container_that_was_not_killed_for_its_memory_is_healthy(tmp_path: Path) -> None:
+    text = '"State": {"Status": "running",\n "OOMKilled": false,\n "Pid": 7}\n'
+    assert as_text(diagnosed(tmp_path, f"{HEALTHY}{text}")).startswith("no failure seen: ")
+    assert name(diagnosed(tmp_path, f"{HEALTHY}{text.replace('false', 'true')}")) == "host-out-of-memory high"

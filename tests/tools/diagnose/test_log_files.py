@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
 
 from harness.tools.diagnose.diagnose import Diagnosis, diagnose
-from harness.tools.diagnose.log_lines import raw_lines
+from harness.tools.diagnose.log_lines import check_readable, raw_lines
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ERROR = "[torch_memory_saver.cpp] CUresult error: 2 (out of memory)  file=csrc/utils.h func=cu_mem_create line=194"
@@ -23,7 +24,10 @@ def slug(found: Diagnosis) -> str:
     return found.finding.entry.slug if found.finding else found.verdict
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "latin-1"])
+WIDE = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8-sig"]
+
+
+@pytest.mark.parametrize("encoding", [*WIDE, "latin-1"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_other_encodings(encoding: str, packed: bool, tmp_path: Path) -> None:
     log = tmp_path / "a.log"
@@ -32,6 +36,69 @@ def test_other_encodings(encoding: str, packed: bool, tmp_path: Path) -> None:
     found = diagnose([str(log)])
     assert slug(found) == SLUG
     assert found.finding and found.finding.line.number == 3
+
+
+@pytest.mark.parametrize("name", ["a.log", "a.txt", "a.json", "a.jsonl", "a.json.gz", "a.gz"])
+@pytest.mark.parametrize("encoding", ["utf-8", *WIDE])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_content_and_not_the_name_says_how_a_file_is_packed_and_encoded(
+    name: str, encoding: str, packed: bool, tmp_path: Path
+) -> None:
+    texts = [f"all is well\n{ERROR}\n"]
+    if ".json" in name:
+        texts = [json.dumps({"log": f"started\n{ERROR}"}, indent=indent) for indent in (None, 1)]
+    for text in texts:
+        data = text.encode(encoding)
+        (tmp_path / name).write_bytes(gzip.compress(data) if packed else data)
+        check_readable([str(tmp_path / name)])
+        found = diagnose([str(tmp_path / name)])
+        assert slug(found) == SLUG
+        assert ".json" not in name or "\n" in text or (found.finding and found.finding.line.whole == ERROR)
+
+
+def test_a_file_named_json_may_have_one_value_in_each_line(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"log": "started"}) + "\n" + json.dumps({"log": f"x\n{ERROR}"}) + "\n")
+    found = diagnose([str(tmp_path / "a.json")]).finding
+    assert found and (found.line.whole, found.line.number) == (ERROR, 2)
+
+
+@pytest.mark.parametrize("name", ["a.log", "a.json"])
+def test_a_small_file_that_unpacks_to_a_large_one_takes_little_memory(name: str, tmp_path: Path) -> None:
+    """256 MB in one line, of which less than 64 MB are held at a time."""
+    packed = zlib.compressobj(wbits=31)
+    with (tmp_path / name).open("wb") as file:
+        for _ in range(256):
+            file.write(packed.compress(b"[" * (1 << 20)))
+        file.write(packed.compress(f"\n{ERROR}\n".encode()) + packed.flush())
+    assert (tmp_path / name).stat().st_size < 1 << 20
+    program = (
+        "import resource, sys\n"
+        "from harness.tools.diagnose.log_lines import check_readable, raw_lines\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "check_readable(sys.argv[1:])\n"
+        "print(max(number for number, _ in raw_lines(sys.argv[1])))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / name)], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    lines, kilobytes = map(int, done.stdout.split())
+    assert lines == 2 and kilobytes < 64 << 10, done.stderr
+
+
+def test_a_log_that_was_cut_while_it_was_written_begins_with_zeros(tmp_path: Path) -> None:
+    """As of logrotate with copytruncate: the program goes on at its old place in the file."""
+    for zeros in (3, 1000, 200_000):
+        (tmp_path / "a.log").write_bytes(b"\0" * zeros + f"{ERROR}\nstep 2\n".encode())
+        check_readable([str(tmp_path / "a.log")])
+        found = diagnose([str(tmp_path / "a.log")]).finding
+        assert found and (found.entry.slug, found.line.whole) == (SLUG, ERROR)
+
+
+def test_a_packed_file_without_a_byte_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.log.gz").write_bytes(gzip.compress(b""))
+    with pytest.raises(ValueError, match="is empty"):
+        check_readable([str(tmp_path / "a.log.gz")])
 
 
 COLOURED = (
@@ -116,3 +183,27 @@ def test_standard_input_may_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     given = io.TextIOWrapper(io.BufferedReader(io.BytesIO(gzip.compress(f"{ERROR}\n".encode("utf-16")))))
     monkeypatch.setattr(sys, "stdin", given)
     assert slug(diagnose(["-"])) == SLUG
+
+
+@pytest.mark.parametrize("name", ["c-json.log", "a.jsonl", "a.txt"])
+def test_a_table_in_each_line_is_read_in_any_file(name: str, tmp_path: Path) -> None:
+    """As Docker's json-file driver and JSON loggers write them. A banner may stand before them."""
+    trace = ["Traceback (most recent call last):", '  File "/app/reward.py", line 7, in score', "reward.BadAnswer: 7"]
+    lost = "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.2]:38032 gloo"
+    docker = [json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "T"}) for line in (*trace, lost)]
+    logger = [json.dumps({"level": "error", "msg": text}) for text in ("\n".join(trace), lost)]
+    for rows in (docker, logger):
+        (tmp_path / name).write_text("\n".join(["starting sglang", *rows, ""]))
+        found = diagnose([str(tmp_path / name)])
+        assert found.verdict == "unknown" and found.suspicious and found.suspicious.text == "reward.BadAnswer: 7"
+
+
+@pytest.mark.parametrize(("level", "verdict"), [("error", "unknown"), ("FATAL", "unknown"), ("info", "no failure")])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.log"])
+def test_the_level_of_a_row_counts(level: str, verdict: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(
+        json.dumps({"severity": level, "logger": "my.worker", "message": "worker 3 is gone"}) + "\n"
+    )
+    found = diagnose([str(tmp_path / name)])
+    assert found.verdict == verdict
+    assert verdict != "unknown" or (found.suspicious and found.suspicious.text == "worker 3 is gone")

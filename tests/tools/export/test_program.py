@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from harness.config.layers import ConfigError
@@ -286,6 +288,10 @@ def test_lost_tensors_are_those_that_the_run_named() -> None:
     [
         ({}, "raise type('MyError', (RuntimeError,), {})(\"a 'quoted'\\nmessage\")"),
         ({"error": "ValueError: x"}, "raise ValueError('x')"),
+        ({"error": "UnicodeDecodeError: x"}, "raise type('UnicodeDecodeError', (RuntimeError,), {})('x')"),
+        ({"error": "ExceptionGroup: x"}, "raise type('ExceptionGroup', (RuntimeError,), {})('x')"),
+        ({"error": "no class at all"}, "raise RuntimeError('no class at all')"),
+        ({"kind": "vanished", "error": "died"}, "os.kill(os.getpid(), signal.SIGKILL)"),
         ({"kind": "died", "error": "was killed by SIGSEGV"}, "os.kill(os.getpid(), signal.SIGSEGV)"),
         ({"kind": "died", "error": "ended with exit code 3, without a word"}, "leave(3)"),
         ({"kind": "stopped", "error": "", "code": 124}, "os.kill(os.getpid(), signal.SIGSTOP)"),
@@ -318,6 +324,76 @@ def test_what_the_run_s_own_code_did_is_planted(changed: dict[str, Any], stateme
 )
 def test_what_the_engine_does_by_itself_is_not_planted(changed: dict[str, Any]) -> None:
     assert planted_fault(replace(FAILED, **changed), PHASES) is None
+
+
+def frame(file: str) -> tuple[str, ...]:
+    return ("Traceback (most recent call last):", f'  File "{file}", line 1, in f', "    f()", "KeyError: 'x'")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/user/sglang/my_reward.py",  # a folder of the user's own
+        "/opt/conda/envs/sglang/lib/python3.11/site-packages/peft/model.py",  # an environment of that name
+        "/opt/conda/envs/sglang/lib/python3.11/json/decoder.py",
+        "C:\\sglang\\train.py",
+        "/user/sglang/ppo-harness/harness/trainer/model.py",
+    ],
+)
+def test_code_in_a_folder_named_sglang_is_not_sglangs(file: str) -> None:
+    plant = planted_fault(replace(FAILED, error="KeyError: 'x'", traceback=frame(file)), PHASES)
+    assert plant and plant.statement == """raise type('KeyError', (RuntimeError,), {})("'x'")"""
+
+
+@pytest.mark.parametrize(
+    "file", ["/sgl-workspace/sglang/python/sglang/launch_server.py", "C:\\env\\Lib\\site-packages\\sglang\\utils.py"]
+)
+def test_sglangs_own_code_may_be_a_checkout(file: str) -> None:
+    assert planted_fault(replace(FAILED, error="KeyError: 'x'", traceback=frame(file)), PHASES) is None
+
+
+def test_a_failure_in_transformers_is_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's forward pass has frames of transformers, whatever fails in it."""
+    with pytest.raises(ValueError, match="nope") as found:
+        transformers.AutoConfig.for_model("nope")
+    trace = tuple("".join(traceback.format_exception(found.value)).splitlines())
+    assert any("/transformers/" in line for line in trace)
+    monkeypatch.chdir(REPOSITORY)
+    seen = replace(FAILED, error="ValueError: nope", traceback=trace, phase="old_log_probs")
+    text = render(replace(subject_of("configs/cpu/quickstart.toml", "--engine.device", "cpu"), seen=seen))
+    assert "THE FAULT" in text and "SGLang fails by itself" not in header_of(text)
+
+
+@pytest.mark.parametrize("name", ["torch.OutOfMemoryError", "OutOfMemoryError", "AcceleratorError"])
+def test_an_error_of_the_gpu_is_the_trainers_where_only_the_trainer_works(name: str) -> None:
+    seen = replace(FAILED, error=f"{name}: CUDA out of memory.")
+    for phase in ("update_actor", "update_critic", "old_log_probs", "values", "build_trainer"):
+        assert planted_fault(replace(seen, phase=phase), ORDER), phase
+    for phase in ("start_engine", "sync", "resume_weights", "generate"):
+        assert planted_fault(replace(seen, phase=phase), ORDER) is None, phase
+
+
+@pytest.mark.parametrize(
+    "error", ["KeyError: 'x'", "UnicodeDecodeError: 'utf-8' codec can't decode", "ValueError: a\nb", "MyError: c"]
+)
+def test_a_planted_exception_prints_what_the_runs_did(error: str) -> None:
+    plant = planted_fault(replace(FAILED, error=error), PHASES)
+    assert plant
+    try:
+        exec(plant.statement, {})
+    except Exception as raised:
+        assert f"{type(raised).__name__}: {raised}" == error
+    else:
+        pytest.fail("nothing is raised")
+
+
+@pytest.mark.parametrize("server", [False, True])
+def test_where_the_watchdog_failed_nobody_says_that_sglang_did(server: bool) -> None:
+    seen = replace(FAILED, kind="watchdog", error="(pid 7) was killed by SIGKILL", phase="sync")
+    subject = subject_of(str(REPOSITORY / "configs/cpu/quickstart.toml"), "--engine.device", "cpu")
+    text = render(replace(subject, seen=seen), server=server)
+    assert "SGLang fails by itself" not in header_of(text) and "ARM == " not in text
+    assert "The run's watchdog failed" in header_of(text)
 
 
 @pytest.mark.parametrize(
