@@ -8,6 +8,7 @@
 
 # set -x writes here, where nobody reads. Errors of bash stay apart.
 BASH_XTRACEFD=TRACE_FD
+TIMEFORMAT=  # time prints nothing
 
 # Builtins that write files, reach other processes, or raise the limits of this one. Restricted bash does not let a script enable
 # them again. Before 5.2 it would let a script choose the file that HISTFILESIZE cuts.
@@ -20,6 +21,12 @@ trap '' PIPE
 command_not_found_handle() {
     local word id= at
     for word; do builtin printf '%s:%s\0' "$BASHPID" "$word" >&RECORD_FD; done
+    # What xargs would read becomes words of its command. \4 marks it.
+    case " $* " in *' xargs '*)
+        while IFS= builtin read -r -d '' word || [[ -n $word ]]; do
+            builtin printf '%s:\4%s\0' "$BASHPID" "$word" >&RECORD_FD
+        done ;;
+    esac
     builtin printf '%s:\1\0' "$BASHPID" >&RECORD_FD
     # These ask what the machine has. They print nothing and fail, as they do on a machine that does not have it.
     case "$1 $*" in *python*' -c '*print*) ;; *python*' -c '* | 'which '* | 'npu-smi '* | 'rocm-smi '*) return 1 ;; esac
@@ -31,6 +38,13 @@ command_not_found_handle() {
 dirname() { case "${1%/}" in */*) builtin printf '%s\n' "${1%/*}" ;; *) builtin printf '.\n' ;; esac; }
 basename() { local name=${1%/}; name=${name##*/}; builtin printf '%s\n' "${name%"${2-}"}"; }
 date() { case "${1-}" in +*) builtin printf "%(${1#+})T\n" -1 ;; *) builtin printf '%(%c)T\n' -1 ;; esac; }
+
+# What cat is given, as by a here-document, is known; what a file holds is not.
+cat() {
+    local __text=
+    [[ $# != 0 && $* != - ]] || IFS= builtin read -r -d '' __text || :
+    if [[ -n $__text ]]; then builtin printf '%s' "$__text" 2>&TRACE_FD; else command_not_found_handle cat "$@"; fi
+}
 
 # Builtins that restricted bash refuses, or that would end the script before its command.
 cd() { :; }

@@ -16,8 +16,10 @@ from pathlib import Path
 from harness.config.layers import ConfigError
 from harness.runtime import redact
 from harness.tools.verl.confine import confine
+from harness.tools.verl.xargs import commands_of_xargs
 
 MAIN = re.compile(r"(?:\S*/)?verl[./]trainer[./]main_ppo(?:\.py)?")
+_IN_TEXT = re.compile(r"\s-m\s+verl\.trainer\.main_ppo\s")
 OTHER_MAIN = re.compile(r"(?:verl|recipe)[./][\w./]*main_\w+(?:\.py)?|(?:verl|recipe)\.[\w.]*(?:trainer|main)[\w.]*")
 SECONDS = 20
 BACKGROUND_SECONDS = 5
@@ -28,14 +30,16 @@ _PRELUDE = Path(__file__).with_name("expand.bash")
 
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
 _FILE = rf"""(?:{_QUOTED}|\$\([^()]*\)|\$\{{[^{{}}]*\}}|\$(?![({{])|[^\s;|&()<>'"\\$])+"""
+_INSIDE = r"\((?:[^()\n]|\([^()\n]*\))*\)"
+"""What stands in brackets, as the command of >(tee LOG)."""
 _COUNTED = re.compile(
     r"\$\{(?:#(?P<all>\w+(?:\[[@*]\])?)\}|(?P<cut>\w+(?:\[[@*]\])?):(?![-=?+])"
     r"|(?P<name>\w+)\[(?P<index>(?![@*]\])(?:[-\w$ +*/%]|\$\{\w+\})+)\](?P<whole>\})?)"
 )
 """The start of ${#NAME}, ${#NAME[@]}, ${NAME:FROM:LENGTH} and ${NAME[INDEX]}."""
 _QUOTED_OR_REDIRECTION = re.compile(
-    rf"""{_QUOTED}|\[\[\s.*?\]\]|\(\(.*?\)\)|(?P<comment>(?<![^\s;])\#[^\n]*)"""
-    rf"""|(?P<output>(?<![^\s;)])(?:[0-9]|&)?>{{1,2}}[|]?[ \t]*(?![&(>]){_FILE})"""
+    rf"""{_QUOTED}|\[\[\s.{{0,2000}}?\]\]|\(\(.{{0,2000}}?\)\)|(?P<comment>(?<![^\s;])\#[^\n]*)"""
+    rf"""|(?P<output>(?<![^\s;)])(?:[0-9]|&)?>{{1,2}}[|]?[ \t]*(?:>{_INSIDE}|(?![&(>]){_FILE}))"""
     rf"""|(?P<input>(?<![<>=&$({{])<[ \t]*(?![&(<>])(?P<file>{_FILE}))"""
     rf"|(?P<counted>{_COUNTED.pattern})",
     re.DOTALL,
@@ -47,12 +51,21 @@ _PATH = re.compile(r"(?<![\w$])PATH=")
 _OWN_PATH = re.compile(r"\$\{BASH_SOURCE(?:\[0\])?(?::-[^{}]*)?\}|\$BASH_SOURCE\b")
 """The script's own path. $0 has it too, and exists in a script that is no file."""
 _INPUT = rf"(?:\{{\w+\}}|[0-9]+)?<{{1,3}}&?[ \t]*(?:<\(cat [^\n]*?\)|{_FILE})"
+_BETWEEN = r"(?:[ \t]|\\\n)+"
+_PYTHON_AT = re.compile(
+    rf"(?<![^\s;|&(])(?>{_FILE})(?={_BETWEEN}(?:-[a-zA-Z]+{_BETWEEN}){{0,8}}verl\.trainer\.main_ppo\b)"
+)
+"""The Python of verl's command. Restricted bash would refuse it if it is given by its path."""
 _EXEC = re.compile(rf"(?<![\w$./-])exec(?=(?:[ \t]+{_INPUT})+[ \t]*(?:[;\n&|)}}#]|\Z))")
 """An exec that only opens files to read, once _without_redirections has rewritten them."""
 _DIGITS = {0x0E + digit: str(digit) for digit in range(10)}
 """The characters that expand.bash writes an id with -> digits."""
 _HOLE = re.compile("\2([\x0e-\x17]+)\3\n?|\2[\x0e-\x17]*\3?|[\x0e-\x17]+\3?|\3")
 """What expand.bash prints in place of a command's output: the id of its process; or what is left of that in ${NAME%?}."""
+_OVERRIDE = re.compile(r"[+~]{0,2}\w+(?:\.\w+)+=.*", re.DOTALL)
+_CUT_OFF = "does not reach verl: a comment, or a space after a backslash, ends the command before it"
+_READ = "\4"
+"""What begins a word of xargs that expand.bash has read from its standard input."""
 _STUCK = re.compile(r"error token|not a valid identifier")
 """An error of bash after which a variable is not set: in arithmetic, or in the name of a variable."""
 _SET_UP = ("activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "set_env.sh")
@@ -102,7 +115,8 @@ def command_of_script(text: str, arguments: Sequence[str], environment: Mapping[
     bash, the script does not end, or it does not have exactly one command of verl.trainer.main_ppo.
     """
     commands, said = _run_by_bash(_without_redirections(text), arguments, environment)
-    named = {process: _HOLE.sub("$(...)", " ".join(words)) for process, words in commands}
+    named = {process: _HOLE.sub("$(...)", " ".join(_own(words))) for process, words in commands}
+    commands = [(process, words) for process, whole in commands for words in _with_input(process, whole)]
 
     def with_commands(text: str) -> str:
         return _HOLE.sub(lambda match: f"$({named.get((match[1] or '').translate(_DIGITS), '...')})", text)
@@ -120,6 +134,11 @@ def command_of_script(text: str, arguments: Sequence[str], environment: Mapping[
         other = next((word for words in others for word in words if OTHER_MAIN.fullmatch(word)), "")
         if other:
             raise ConfigError(f"{other} is another trainer; only verl.trainer.main_ppo can be translated.")
+        inner = [word for words in others for word in words if _IN_TEXT.search(word)]
+        if len(inner) == 1 and "$" not in inner[0]:  # as of bash -c "...", which the script's own bash has expanded
+            return command_of_script(inner[0], (), environment)
+        if inner:
+            raise ConfigError("verl's command is in a text for another shell; save that text as a script and give it.")
         why = f" (it says: {' '.join(said[-2:])}); set what it asks for, or" if said else ";"
         raise ConfigError(
             f"no command of the script is python3 -m verl.trainer.main_ppo{why} give its command after --."
@@ -132,6 +151,7 @@ def command_of_script(text: str, arguments: Sequence[str], environment: Mapping[
         for words in others
         if _sets_variables(words)
     ]
+    holes += [Hole(text=words[0], why=_CUT_OFF) for words in others if words and _OVERRIDE.fullmatch(words[0])]
     holes += [Hole(text=line, why="needs the output of a command that was not run") for line in stuck]
     whole = tuple(word for word in command.words if not _HOLE.search(word))
     return VerlCommand(words=whole, not_run=tuple(not_run), holes=tuple(dict.fromkeys(holes)))
@@ -211,6 +231,22 @@ def _commands_in(record: str) -> list[tuple[str, list[str]]]:
     return commands
 
 
+def _own(words: Iterable[str]) -> list[str]:
+    """Return the words of a command without what its xargs would read."""
+    return [word for word in words if not word.startswith(_READ)]
+
+
+def _with_input(process: str, words: Sequence[str]) -> list[list[str]]:
+    """Return the commands that verl's command becomes by xargs, with a hole if its words are unknown; others as they are."""
+    own = _own(words)
+    if "xargs" not in own or not any(MAIN.fullmatch(word) or _IN_TEXT.search(word) for word in own):
+        return [own]
+    at = own.index("xargs")
+    found = commands_of_xargs(own[at + 1 :], "\0".join(word[1:] for word in words if word.startswith(_READ)))
+    hole = f"\2{process.translate({ord(digit): place for place, digit in _DIGITS.items()})}\3"
+    return [[*own, hole]] if found is None else [[*own[:at], *each] for each in found]
+
+
 def _without_redirections(text: str) -> str:
     """Return a script without redirections to files and comments, and without changes of PATH.
 
@@ -235,6 +271,7 @@ def _without_redirections(text: str) -> str:
 
     text = _CONTENT.sub(r"\g<open>cat \g<file>\g<close>", text.replace("\r\n", "\n"))
     text = _OWN_PATH.sub("$0", text)
+    text = _PYTHON_AT.sub(lambda match: "python3" if re.search(r"[/$]", match[0]) else match[0], text)
     text = _EXEC.sub("command exec", _QUOTED_OR_REDIRECTION.sub(keep, text))
     return _PATH.sub("PATH_OF_SCRIPT=", text)
 

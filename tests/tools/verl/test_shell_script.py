@@ -298,3 +298,96 @@ def test_words_of_a_command_or_overrides_alone() -> None:
     for wrong in ([], ["python3", "train.py"]):
         with pytest.raises(ConfigError, match="no arguments of verl"):
             command_of_words(wrong)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (f"echo a=1 'b=x' | xargs {MAIN} c=3", "c=3 a=1 b=x"),
+        (f"A=(a=1 'b=x y'); printf '%s\\0' \"${{A[@]}}\" | nohup xargs -0 {MAIN} c=3", "c=3 a=1 b=x y"),
+        (f"A=(a=1 'b=x y'); printf '%s\\n' \"${{A[@]}}\" | command xargs -r -d '\\n' {MAIN}", "a=1 b=x y"),
+        (f'xargs -t {MAIN} c=3 <<EOF\na=1\n"b=x y" d=\\\'\nEOF', "c=3 a=1 b=x y d='"),
+        (f"cat <<'EOF' | xargs {MAIN}\na=1\nb=2\nEOF", "a=1 b=2"),
+        (f"echo 7b | xargs -I{{}} {MAIN} model={{}} c={{}}", "model=7b c=7b"),
+        (f"echo | xargs {MAIN} c=3", "c=3"),
+        (f"echo a=1 | xargs -I{{}} bash -c '{MAIN} {{}} c=3'", "a=1 c=3"),
+        (f"xargs --null --max-args=9 {MAIN} c=3 <<< 'a=x y'", "c=3 a=x y\n"),
+    ],
+)
+def test_xargs_adds_what_it_reads(script: str, expected: str) -> None:
+    found = command_of_script(f"set -eu\n{script}", [], {"HOME": "/h"})
+    assert (" ".join(found.words), found.holes) == (expected, ())
+
+
+@pytest.mark.parametrize(
+    ("script", "hole"),
+    [
+        (f"cat args.txt | xargs {MAIN} c=3", "$(cat args.txt)"),
+        (f"xargs {MAIN} c=3 < args.txt", "$(cat args.txt)"),
+        (f"grep -v '^#' args.txt | xargs -d '\\n' {MAIN} c=3 2>&1 | tee log", "$(grep -v ^# args.txt)"),
+        (f"echo a=$(cat n) | xargs {MAIN} c=3", "a=$(cat n)"),
+        (f"xargs -a args.txt {MAIN} c=3", f"$(xargs -a args.txt {MAIN} c=3)"),
+        (f"xargs -L 1 {MAIN} c=3 <<< a=1", f"$(xargs -L 1 {MAIN} c=3)"),
+        (f'echo "a=\'1" | xargs {MAIN} c=3', f"$(xargs {MAIN} c=3)"),
+    ],
+)
+def test_what_xargs_reads_and_nobody_knows_is_named(script: str, hole: str) -> None:
+    found = command_of_script(script, [], {"HOME": "/h"})
+    assert found.words == ("c=3",) and [each.text for each in found.holes] == [hole]
+
+
+def test_xargs_may_start_several_commands() -> None:
+    for xargs in ("xargs -n1", "xargs -I{}"):
+        with pytest.raises(ConfigError, match="2 commands"):
+            words(f"printf 'a=1\\na=2\\n' | {xargs} {MAIN}")
+    with pytest.raises(ConfigError, match="100 commands"):
+        words(f"for ((i = 0; i < 30000; i++)); do echo $i; done | xargs -n1 {MAIN}")
+
+
+def test_a_here_document_is_known_behind_cat() -> None:
+    document = "cat <<'EOF'\na=1\nb=2\nEOF\n"
+    found = command_of_script(f"set -eu\nA=$({document})\n{MAIN} $A $(cat - <<< c=3)", [], {"HOME": "/h"})
+    assert found.words == ("a=1", "b=2", "c=3") and found.holes == ()
+    found = command_of_script(f"A=$(cat)\nB=$(ls | cat)\n{MAIN} a=$A b=$B", [], {"HOME": "/h"})
+    assert [hole.text for hole in found.holes] == ["a=$(cat)", "b=$(ls)"]
+
+
+@pytest.mark.parametrize(
+    "python", ["/opt/conda/bin/python3.11 -u", '"$CONDA_PREFIX/bin/python"', "$PYTHON \\\n ", "nohup ~/v/bin/python"]
+)
+def test_the_python_of_the_command_may_have_any_path(python: str) -> None:
+    script = f"set -e\nPYTHON=/usr/bin/python3\n{python} -m verl.trainer.main_ppo \\\n  a=1 2>&1 | tee log"
+    assert words(script, CONDA_PREFIX="/c") == ("a=1",)
+
+
+@pytest.mark.parametrize("line", ["exec > >(tee -a log) 2>&1", 'exec &> >(tee "$(date +%F).log")', ": > >(cat)"])
+def test_output_may_go_to_another_command(line: str) -> None:
+    assert words(f"set -e\n{line}\n{MAIN} a=1 2> >(tee log)") == ("a=1",)
+
+
+def test_the_time_to_read_a_script_grows_with_its_length_alone() -> None:
+    def seconds(count: int, part: str) -> float:
+        began = time.process_time()
+        shell_script._without_redirections(part * count)
+        return time.process_time() - began
+
+    for part in ("(", "[[ ", "-a ", "> >(", "a[1"):
+        assert seconds(8_000, part) < 16 * max(seconds(2_000, part), 0.02), part
+
+
+@pytest.mark.parametrize("shell", ["bash -c", "srun --nodes=1 bash -lc", "ssh -t host", "docker exec c sh -c"])
+def test_a_command_in_a_text_for_another_shell(shell: str) -> None:
+    assert words(f"N=8\n{shell} \"cd /verl && {MAIN} \\\n  n=$N a='x y' > log\"") == ("n=8", "a=x y")
+    with pytest.raises(ConfigError, match="text for another shell; save that text as a script"):
+        words(f"N=8\n{shell} '{MAIN} n=$N'")
+
+
+@pytest.mark.parametrize("end", ["\\ ", "\\\n  # b.b=2 \\", ""])
+def test_an_override_after_the_end_of_the_command_is_told(end: str) -> None:
+    found = command_of_script(f"{MAIN} \\\n  a.a=1 {end}\n  +c.lr=3 \\\n  d=4", [], {"HOME": "/h"})
+    assert "a.a=1" in found.words and not {"+c.lr=3", "d=4"} & {*found.words}
+    assert [(hole.text, "does not reach verl" in hole.why) for hole in found.holes] == [("+c.lr=3", True)]
+
+
+def test_the_time_that_a_command_took_is_no_error() -> None:
+    assert command_of_script(f"time {MAIN} a=1", [], {"HOME": "/h"}).not_run == ()

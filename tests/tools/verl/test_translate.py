@@ -294,6 +294,8 @@ def test_keys_have_their_counterparts(words: str, wanted: dict[str, Any]) -> Non
 SAID: list[tuple[str, str, str]] = [
     ("actor_rollout_ref.rollout.temprature=1", "unknown", "actor_rollout_ref.rollout.temperature"),
     ("ray_init.num_cpus=4", "irrelevant", "Ray"),
+    ("hydra.run.dir=/tmp/x", "irrelevant", "hydra's own"),
+    ("hydra/job_logging=disabled", "irrelevant", "hydra's own"),
     ("+actor_rollout_ref.rollout.repetition_penalty=1.0", "irrelevant", "changes nothing"),
     ("+actor_rollout_ref.rollout.repetition_penalty=1.1", "unsupported", "penalty"),
     ("+actor_rollout_ref.rollout.presence_penalty=1.0", "unsupported", "penalty"),
