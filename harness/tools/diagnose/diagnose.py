@@ -35,17 +35,8 @@ from typing import Any, Literal, get_args
 from harness.runtime.tracebacks import LogLine
 from harness.tools.diagnose.entries import OF_SGLANG, CatalogueEntry, Pattern, Role, Signature, catalogue, surroundings
 from harness.tools.diagnose.log_lines import is_of_a_run
-from harness.tools.diagnose.symptoms import (
-    IS_HANDLED,
-    LAST_LINES,
-    MILD,
-    NEAR_LINES,
-    LogFacts,
-    Symptom,
-    has_zone,
-    read_facts,
-    seconds_of,
-)
+from harness.tools.diagnose.stamps import has_zone, seconds_of
+from harness.tools.diagnose.symptoms import IS_HANDLED, LAST_LINES, MILD, NEAR_LINES, LogFacts, Symptom, read_facts
 
 Confidence = Literal["low", "medium", "high"]
 

@@ -8,13 +8,15 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import cache
 from typing import Literal
 
 from harness.runtime.tracebacks import HEADER, LogLine, Traceback, TracebackReader, log_line
 from harness.tools.diagnose.entries import TABLE, Pattern, catalogue, surroundings
+from harness.tools.diagnose.kernel_kills import VICTIM, deaths_of_others
 from harness.tools.diagnose.log_lines import raw_lines
+from harness.tools.diagnose.progress import LONGEST_STEP, WORDS_OF_PROGRESS, Progress
+from harness.tools.diagnose.quotation import Quotation
 
 Kind = Literal["exception", "crash", "complaint", "line"]
 """How a symptom looks: an exception, a death below Python, an error line, or a line that only the catalogue knows."""
@@ -31,11 +33,6 @@ LINES_APART = 50
 """Of lines of one process that match the same pattern, the next one that is kept is so many lines away."""
 MOST_TEXTS = 1000
 """After so many symptoms of a file, those that begin alike up to the first colon count as the same."""
-QUOTED_LINES = 500
-"""A quotation that no line has ended for so long was cut off."""
-STEPS_AFTER = 2
-"""So many steps after a failure show that the run survived it."""
-LONGEST_STEP = 1000  # characters of a line in which the number of a step is looked for
 LAST_LINES = 3  # of the log, and so many of the lines in doubt
 
 WORDS = frozenset(
@@ -100,32 +97,6 @@ _INSTALLED = re.compile(
 _SOURCE_OF_SGLANG = re.compile(
     r"(?:^|/)(?:python/sglang/|bin/sglang$|sglang/(?:srt|lang|cli|jit_kernel|kernels|multimodal_gen)/)"
 )
-_VICTIM = re.compile(
-    r"Kill(?:ed)? process (?P<pid>\d+),? \((?P<name>[^)]{0,64})\)|reaped process (?P<reaped>\d+) \((?P<of>[^)]{0,64})\)"
-    r"|oom-kill:constraint=.{0,2000}?\btask=(?P<task>.{0,64}?),pid=(?P<of_task>\d+)"
-    r"|(?<!\S)(?P<asked>\S{1,64}) invoked oom-killer\b"
-)
-"""The kernel's sentences about a process that it killed for want of memory; "asked" is only the one that asked for some."""
-_STEP = re.compile(
-    r"(?:^|[^\w=./-])(?:(?:global|training|train)[_ ])?(?:step|iteration|iter|rollout)['\"]?(?: ?[:=#] ?| )(\d{1,9})\b(?=.{0,300}?[:= ]-?\d)",
-    re.IGNORECASE,
-)
-"""What a trainer prints after a step: its number and metrics."""
-_SUCCESS = re.compile(
-    r"^PASSED: \d|^Job '[\w-]+' succeeded\b|\b(?:Process finished|command terminated|(?:script|job|run|training) (?:exited|finished|ended)) with"
-    r" (?:exit )?(?:code|status) 0\b|^(?:final )?exit[ _](?:code|status)\W{1,3}0\s*$",
-    re.IGNORECASE,
-)
-"""What says that a whole run, and not one process of it, ended well."""
-_WORDS_OF_SUCCESS = frozenset(b"passed succeeded exit exit_code exit_status exited finished ended terminated".split())
-_WORDS_OF_PROGRESS = _WORDS_OF_SUCCESS | frozenset(
-    b"step global_step training_step train_step iteration iter rollout".split()
-)
-_NUMBER_OF_STEP = re.compile(rb"(?i:step|iteration|iter|rollout)['\"]?(?: ?[:=#] ?| )(\d{1,9})\b")
-_KEYS_OF_QUOTATION = ("response", "ground_truth")  # after "[prompt]"
-_KEY_OF_REWARD = re.compile(r"\[([a-z_]{3,20})\](?: |$)")
-_PID = re.compile(r"\b(?:pid\W{0,3}|[Pp]rocess )(\d+)\b")
-_STAMP = re.compile(r"(\d{4}[-/]\d\d[-/]\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z\b|[-+][01]\d:?\d\d\b)?")
 
 
 @dataclass(slots=True)
@@ -207,41 +178,6 @@ def packages_of(file: str) -> set[str]:
 
 
 @dataclass(slots=True)
-class Progress:
-    """The end of what a log shows of steps that went well."""
-
-    most: int = -1
-    """The largest number of a step."""
-    steps: deque[LogLine] = field(default_factory=lambda: deque(maxlen=STEPS_AFTER))
-    """The last lines with the number of a step that is larger than all before it."""
-    success: LogLine | None = None
-    """The last line that says that the run ended well."""
-
-    def may_read(self, raw: bytes, words: Set[bytes]) -> bool:
-        """Return quickly whether a line of these words, in lower case, may have a larger number or the end of a run."""
-        if not _WORDS_OF_SUCCESS.isdisjoint(words):
-            return True
-        return any(int(number) > self.most for number in _NUMBER_OF_STEP.findall(raw[:LONGEST_STEP]))
-
-    def read(self, line: LogLine) -> None:
-        """Look at one line."""
-        if _SUCCESS.search(line.text):
-            self.success = line
-        elif (step := _STEP.search(line.text)) and int(step[1]) > self.most and _kind(line) is None:
-            self.most = int(step[1])
-            self.steps.append(line)
-
-    def after(self, line: LogLine) -> LogLine | None:
-        """Return the line that shows that the run went on after this one; None if nothing does.
-
-        One step proves nothing: other ranks may still have printed the one in which the first rank failed.
-        """
-        if self.success and _is_after(self.success, line):
-            return self.success
-        return self.steps[-1] if len(self.steps) == STEPS_AFTER and _is_after(self.steps[0], line) else None
-
-
-@dataclass(slots=True)
 class LogFacts:
     """What several files show together."""
 
@@ -257,7 +193,7 @@ class LogFacts:
     """The same of lines that do not say that the program failed, such as warnings, and of tracebacks without an exception."""
     last: list[LogLine] = field(default_factory=list)
     """The last lines of the last file that has any, without empty ones."""
-    progress: list["Progress"] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
     """Of each file."""
 
     def went_on_after(self, line: LogLine) -> LogLine | None:
@@ -266,19 +202,7 @@ class LogFacts:
 
     def set_others_aside(self) -> None:
         """Take the kernel's sentences about the deaths of other programs for mild doubts: they are no failures of the run."""
-        victims = {each.line: found for each in self.symptoms if (found := _VICTIM.search(each.line.text))}
-        of_run = {pid for each in self.symptoms if each.line not in victims for pid in _PID.findall(each.line.whole)}
-        told = {
-            line.file for line, found in victims.items() if not found["asked"]
-        }  # where the kernel names its victims
-
-        def is_others(line: LogLine, found: re.Match[str]) -> bool:
-            name = found["name"] or found["of"] or found["task"] or found["asked"] or ""
-            pid = found["pid"] or found["reaped"] or found["of_task"]
-            is_runs = not name or any(each.regex.search(name) for each in surroundings().programs)
-            return (bool(found["asked"]) and line.file in told) or not (is_runs or pid in of_run)
-
-        others = {line for line, found in victims.items() if is_others(line, found)}
+        others = deaths_of_others([each.line for each in self.symptoms])
         self.symptoms = [each for each in self.symptoms if each.line not in others]
         self.mild_doubts += sorted(others, key=lambda line: line.number)[-LAST_LINES:]
 
@@ -288,12 +212,12 @@ def read_facts(files: Sequence[str]) -> LogFacts:
     facts, index, seen = LogFacts(), _index(), set[Pattern]()
     for position, file in enumerate(files):
         scanner, kept, progress = _Scanner(position), dict[tuple[Pattern, str], int](), Progress()
-        last, quotation = deque[tuple[int, bytes]](maxlen=LAST_LINES), _Quotation()
+        last, quotation = deque[tuple[int, bytes]](maxlen=LAST_LINES), Quotation()
         for number, raw in raw_lines(file):
             words = set(raw.translate(TABLE).split())
             if words:
                 last.append((number, raw))
-            if (quotation.is_open or b"prompt" in words) and quotation.has(number, raw):
+            if (quotation.is_open or b"prompt" in words) and quotation.has(_line_of(number, raw, file)):
                 continue
             patterns = [
                 each
@@ -302,8 +226,8 @@ def read_facts(files: Sequence[str]) -> LogFacts:
                 if each.words <= words and each not in seen
             ]
             may_fail = _may_fail(raw, words)
-            if not _WORDS_OF_PROGRESS.isdisjoint(words) and progress.may_read(raw, words):
-                progress.read(_line_of(number, raw[:LONGEST_STEP], file))
+            if not WORDS_OF_PROGRESS.isdisjoint(words) and progress.may_read(raw, words):
+                progress.read(_line_of(number, raw[:LONGEST_STEP], file), lambda each: _kind(each) is not None)
             if not (patterns or may_fail or scanner.awaits(number)):
                 continue
             line = _line_of(number, raw, file)
@@ -329,29 +253,6 @@ def read_facts(files: Sequence[str]) -> LogFacts:
     facts.contexts |= shown
     facts.set_others_aside()
     return facts
-
-
-class _Quotation:
-    """What a model was asked and what it answered, which verl prints in several lines: its tracebacks are not the run's."""
-
-    def __init__(self) -> None:
-        self._began: dict[str, int] = {}  # process -> number of the line with which its quotation begins
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a line without the word "prompt" may be quoted."""
-        return bool(self._began)
-
-    def has(self, number: int, raw: bytes) -> bool:
-        """Return whether the line is quoted. The next line with another key, as "[score]", ends a quotation."""
-        line = _line_of(number, raw, "")
-        began, key = self._began.pop(line.process, -QUOTED_LINES), _KEY_OF_REWARD.match(line.text)
-        if key and key[1] == "prompt":
-            began = number
-        elif (key and key[1] not in _KEYS_OF_QUOTATION) or number - began >= QUOTED_LINES:
-            return False
-        self._began[line.process] = began
-        return True
 
 
 def _line_of(number: int, raw: bytes, file: str) -> LogLine:
@@ -439,7 +340,7 @@ class _Scanner:
     def _look(self, line: LogLine, matched: frozenset[Pattern], may_fail: bool) -> None:
         kind = _kind(line)
         earlier = next((each for each in reversed(self._pending) if each.may_have_in_message(line)), None)
-        if kind is None and earlier and not _VICTIM.search(line.text):
+        if kind is None and earlier and not VICTIM.search(line.text):
             for pattern in matched:
                 earlier.matched.setdefault(pattern, line)
         elif kind or not matched.isdisjoint(_signature_patterns()):
@@ -516,30 +417,3 @@ def _kind(line: LogLine) -> Kind | None:
         return "complaint"
     may = _MAY_BE_COMPLAINT.search(line.text) and not (MILD.search(line.whole) or IS_HANDLED.search(line.text))
     return "complaint" if may or _COMPLAINT.search(line.text) or _TORCH_ERROR.search(line.whole) else None
-
-
-def _is_after(line: LogLine, other: LogLine) -> bool:
-    """Return whether a line was written after the other; of lines of two files, whether their clocks show it."""
-    if line.file == other.file:
-        return line.number > other.number
-    stamp, others = seconds_of(line), seconds_of(other)
-    return stamp is not None and others is not None and has_zone(line) == has_zone(other) and stamp > others
-
-
-def has_zone(line: LogLine) -> bool:
-    """Return whether the time of the line's stamp is given with its time zone."""
-    stamp = _STAMP.search(line.whole[:200])
-    return bool(stamp and stamp[4])
-
-
-def seconds_of(line: LogLine) -> float | None:
-    """Return the time of the line's stamp in UNIX seconds, if that has a date; without a zone it is in this host's."""
-    stamp = _STAMP.search(line.whole[:200])
-    if stamp is None:
-        return None
-    day, clock, fraction, zone = stamp.groups()
-    try:
-        whole = datetime.fromisoformat(f"{day.replace('/', '-')}T{clock}{zone or ''}")
-        return whole.timestamp() + float(f"0.{fraction or 0}")
-    except ValueError:  # a stamp of a day that there is not
-        return None
