@@ -117,7 +117,7 @@ def find_candidates(question: Question) -> list[Candidate]:
 def between(found: Mapping[Version, Candidate], older: str, newer: str, source: str) -> list[Candidate]:
     """Return the versions from `older` to `newer`, both included. Raises WrongQuestion.
 
-    Yanked releases in between are left out. So are release candidates and nightly builds, if both ends are final releases.
+    Between the ends, yanked releases are left out, and between two final releases also release candidates and nightly builds.
     """
     low, high = ends = _version(older), _version(newer)
     final = not any(end.is_prerelease for end in ends)
@@ -203,7 +203,7 @@ def releases_of(package: str, files: Iterable[Mapping[str, Any]]) -> dict[Versio
 
 
 def parse_filename(filename: str) -> tuple[str, Version | None]:
-    """Return the normal name and the version of a wheel or source archive; ("", None) for any other file."""
+    """Return the normalized package name and the version of a wheel or sdist; ("", None) if the file is neither."""
     with suppress(ValueError):
         return (parse_wheel_filename if filename.endswith(".whl") else parse_sdist_filename)(filename)[:2]
     return "", None
@@ -284,7 +284,7 @@ def repository_of(folder: Path) -> tuple[Path, str]:
 
 
 def _start_of_search(checkout: Path, older: str, newer: str) -> str:
-    """Return the last commit of the first-parent history of `newer` that `older` contains, "" if there is none."""
+    """Return the newest commit of `newer`'s first-parent history that `older` already has, or "" if they share none."""
     later = git_lines(checkout, "rev-list", "--first-parent", newer, f"^{older}")
     return git(checkout, "rev-parse", "--verify", "--quiet", f"{later[-1]}^") if later else newer
 

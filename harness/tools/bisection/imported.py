@@ -133,7 +133,7 @@ def _outside_of_packages(folder: Path) -> Path:
 
 
 def _flags(question: Question) -> list[str]:
-    """Return the options without a value that come first, if the command is a Python."""
+    """Return the flags directly after `python`, such as -I or -P; none if the command is not a Python."""
     first, *rest = question.command
     flags = takewhile(lambda word: re.fullmatch(r"-[bBdEiIOPqRsSuvx]+", word), rest)
     return list(flags) if is_python(Path(first).name) else []
@@ -180,7 +180,7 @@ def _check_program(question: Question, python: str, path: str) -> None:
 
 
 def _interpreter_of(script: Path, path: str) -> str:
-    """Return the Python that the first lines of a script name, "" if they name none."""
+    """Return the Python in a script's shebang, or "" if it has none."""
     try:
         with script.open("rb") as stream:
             first, second = (stream.readline(1024).decode(errors="replace").strip() for _ in range(2))

@@ -296,11 +296,9 @@ class Overlay(Provider):
     sources: list[str]
 
     def make(self, candidate: Candidate) -> Environment:
-        builds, version = (
-            find_builds(self.store, self.sources, {self.package: candidate.name}),
-            python_version(self.python),
-        )
-        digest = _digest(self.package, candidate.name, self.python, version, *self.sources, builds.key())
+        builds = find_builds(self.store, self.sources, {self.package: candidate.name})
+        python = (self.python, python_version(self.python))
+        digest = _digest(self.package, candidate.name, *python, *self.sources, builds.key())
         folder = keep(
             self.store,
             f"over-{self.package}-{candidate.name}-{digest}",

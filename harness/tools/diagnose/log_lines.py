@@ -125,7 +125,7 @@ def _prefix_of(value: Any) -> str:
 
 
 def _json_of(chunk: bytes) -> Any:
-    """Return the table or list that a text has in JSON; None for any other text."""
+    """Parse a JSON object or list; return None for any other text."""
     try:
         return json.loads(chunk) if chunk.lstrip().startswith((b"{", b"[")) else None
     except (ValueError, RecursionError):
@@ -215,7 +215,7 @@ class _Encoded(io.RawIOBase):
 
 
 class _Chain(io.RawIOBase):
-    """What was already read of a stream, and then its rest."""
+    """A stream whose beginning was already read: first that beginning, then the rest."""
 
     def __init__(self, start: bytes, rest: IO[bytes]) -> None:
         self._start, self._rest = io.BytesIO(start), rest

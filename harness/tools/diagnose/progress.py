@@ -37,7 +37,7 @@ class Progress:
     most: int = -1
     """The largest number of a step."""
     steps: deque[LogLine] = field(default_factory=lambda: deque(maxlen=STEPS_AFTER))
-    """The last lines with the number of a step that is larger than all before it."""
+    """The last lines whose step number was the largest so far."""
     success: LogLine | None = None
     """The last line that says that the run ended well."""
 

@@ -5,7 +5,7 @@ import re
 from harness.runtime.tracebacks import LogLine
 
 QUOTED_LINES = 500
-"""A quotation that no line has ended for so long was cut off."""
+"""A quotation that has not ended after so many lines was cut off in the log."""
 _KEYS_OF_QUOTATION = ("response", "ground_truth")  # after "[prompt]"
 _KEY_OF_REWARD = re.compile(r"\[([a-z_]{3,20})\](?: |$)")
 

@@ -65,7 +65,7 @@ _HOLE = re.compile("\2([\x0e-\x17]+)\3\n?|\2[\x0e-\x17]*\3?|[\x0e-\x17]+\3?|\3")
 _OVERRIDE = re.compile(r"[+~]{0,2}\w+(?:\.\w+)+=.*", re.DOTALL)
 _CUT_OFF = "does not reach verl: a comment, or a space after a backslash, ends the command before it"
 _READ = "\4"
-"""What begins a word of xargs that expand.bash has read from its standard input."""
+"""The mark with which expand.bash prefixes what it read from the standard input of xargs."""
 _STUCK = re.compile(r"error token|not a valid identifier")
 """An error of bash after which a variable is not set: in arithmetic, or in the name of a variable."""
 _SET_UP = ("activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "set_env.sh")

@@ -289,7 +289,7 @@ class LoaderTrace:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first name and the number of the others."""
+    """Name the first, and say how many more there are."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 

@@ -17,7 +17,7 @@ NO_DRIVER = "raise RuntimeError('Found no NVIDIA driver on your system.')"
 REPORT = (
     "Root Cause (first observed failure):\n[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : {} (pid: 7)\nend of log"
 )
-"""What torchrun writes at the end, if a script only shows the log of another job."""
+"""The report with which torchrun ends. Here a script prints it, as if it showed another job's log."""
 PRINTED = 'it ended with exit code 1; its last line is "end of log"'
 
 
