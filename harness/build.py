@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.cluster.mesh import build_meshes
 from harness.cluster.placement import place
 from harness.inputs import Inputs
+from harness.movement import Movement
 from harness.observer import RunContext
 from harness.ppo import Ppo
 from harness.rollout import sglang_api
@@ -108,6 +109,11 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
         actor=actor,
         critic=critic,
         reference=reference,
+        movements={
+            learner.role: Movement(role=learner.role, model=learner.model, config=config)
+            for learner in (actor, critic)
+            if learner
+        },
         saved=inputs.saved,
         routed_shape=routed_shape(str(inputs.model_folder)) if config.rollout.routing != "off" and engine else None,
     )

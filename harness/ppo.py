@@ -8,6 +8,7 @@ harness/metrics.py computes the metrics, harness/weights checks that the weights
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from harness.metrics import (
     routing_metrics,
     validation_metrics,
 )
+from harness.movement import Movement
 from harness.rollout.engine import RolloutEngine
 from harness.rollout.memory_stages import MemoryStages, trim_heap
 from harness.rollout.responses import Response, check_weight_version, read_responses
@@ -35,6 +37,7 @@ from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
 from harness.trainer.estimate import estimate_advantages
+from harness.trainer.learner import Learner
 from harness.trainer.over_ranks import all_sum, token_mean
 from harness.trainer.routing import scatter_routing
 from harness.trainer.saved_rollouts import SavedRollouts
@@ -71,6 +74,8 @@ class Ppo:
     """None if the KL to it counts nowhere."""
     saved: SavedRollouts | None
     """Where rollout.save writes, or rollout.load reads."""
+    movements: Mapping[str, Movement] = field(default_factory=dict)
+    """actor and critic -> what their updates moved."""
     routed_shape: tuple[int, int] | None = None
     """Layers, and experts of a token, if the engine is asked which experts each token took (rollout.routing)."""
     validations: dict[int, Metrics] = field(default_factory=dict)
@@ -104,6 +109,7 @@ class Ppo:
             self.validate(index)
             if self.verification:
                 self.verification.find_copies(index)
+                self.verification.check_held(index)
             if self.actor:
                 self.release(index)
             if self.saved:
@@ -126,10 +132,11 @@ class Ppo:
             self.memory.resume_weights()
         with self.actor.on_device():
             self.verification.rehearse(index)
+            self.verification.poison(index)
             with phase("sync", index, "the engine to receive and load the weights"):
                 self.sync.update_engine()
-                self.sync.engine.set_weight_version(str(index))
             self.verification.check_arrival(index)
+            self.sync.engine.set_weight_version(str(index))
             self.verification.save_last(index)
         # Only now: while the sync's copies of the weights exist, a GPU may not have room for the KV cache.
         with phase("resume_kv_cache", index, "the engine to take its KV cache's memory back"):
@@ -232,7 +239,8 @@ class Ppo:
         """
         assert self.actor
         with self.actor.on_device():
-            with self.events.phase("old_log_probs", index, "the actor's log-probs of the responses"):
+            checked = self.verification.check_computed(index, self.actor.model) if self.verification else nullcontext()
+            with self.events.phase("old_log_probs", index, "the actor's log-probs of the responses"), checked:
                 old, entropy, routing = self.routed_log_probs(batch)
             with self.events.phase("verify_log_probs", index):
                 difference = log_prob_difference(batch.require("rollout_log_probs"), old, batch.response_mask)
@@ -275,12 +283,21 @@ class Ppo:
         generator = torch.Generator().manual_seed(seed)  # draws the minibatches, the same on every rank
         torch.manual_seed(seed * 1009 + self.world.rank)  # dropout
         if self.critic:
-            with phase("update_critic", index, "the critic's optimizer steps"), self.critic.learning():
-                metrics |= {f"critic/{name}": value for name, value in self.critic.update(batch, generator).items()}
-        if index >= self.config.algorithm.critic_warmup:
-            with phase("update_actor", index, "the actor's optimizer steps"), self.actor.learning():
-                metrics |= {f"actor/{name}": value for name, value in self.actor.update(batch, generator).items()}
+            metrics |= self.update(self.critic, index, batch, generator)
+        if index < self.config.algorithm.critic_warmup:
+            self.movements["actor"].skip(index)
+        else:
+            metrics |= self.update(self.actor, index, batch, generator)
         return metrics
+
+    def update(self, learner: Learner, index: int, batch: Batch, generator: torch.Generator) -> Metrics:
+        """Take the step's optimizer steps on the actor or the critic; return their metrics, and how many tensors they moved."""
+        role, movement = learner.role, self.movements[learner.role]
+        with self.events.phase(f"update_{role}", index, f"the {role}'s optimizer steps"), learner.learning():
+            movement.begin()
+            found = learner.update(batch, generator)
+            found |= movement.finish(index, found)
+        return {f"{role}/{name}": value for name, value in found.items()}
 
     def take_baseline(self) -> None:
         """Before the first step: measure how far engine and trainer are apart on the same weights, the model's own checkpoint.

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.utils import cached_file
@@ -82,7 +83,7 @@ def record_step(run: RunContext, ppo: Ppo, record: RunRecord, index: int, metric
         record.startup["first_token"] = ppo.first_token_at - record.launched
         events.say(record.startup_line(models_beside_engine=run.world.device.type == "cpu"))
     run.observer.measured(record.add(metrics, gather_phases(events, index), phase_tokens(run.config, metrics)))
-    events.say(step_line(metrics))
+    events.say(step_line(metrics, [line for each in ppo.movements.values() if (line := each.line(index))]))
 
 
 def record_validation(run: RunContext, ppo: Ppo, record: RunRecord, updates: int) -> None:
@@ -103,12 +104,26 @@ def shut_down(ppo: Ppo) -> None:
 def verdict(ppo: Ppo, record: RunRecord) -> str:
     """Return what a run that passed has shown, and the preset that its engine ran with."""
     steps, folder = len(record.steps), ppo.config.rollout.load
+    moved = [each.verdict() for each in ppo.movements.values() if each.role == "actor" or each.still]
     if folder:
-        return f"{steps} steps of the trainer without an engine, on rollouts of {folder}"
+        return "; ".join([f"{steps} steps of the trainer without an engine, on rollouts of {folder}", *moved])
     preset = f"engine preset {ppo.config.engine.preset}"
     if ppo.verification:
-        return f"{steps} PPO steps; {ppo.verification.verdict([*record.steps, record.final])}; {preset}"
+        rollouts = [*record.steps, record.final]
+        changed = sum(count > 0 for count in ppo.movements["actor"].moved.values())
+        syncs = [ppo.verification.verdict(rollouts), *moved, f"{changed} of the syncs carried changed weights"]
+        return "; ".join([f"{steps} PPO steps", *syncs, *unused_draft(rollouts), preset])
     return f"{steps} steps of the engine without a trainer; {preset}"
+
+
+def unused_draft(rollouts: Sequence[Metrics]) -> list[str]:
+    """Return a phrase for the verdict if the engine has a draft model, and no answer has a token that it drafted."""
+    lengths = [each["speculation/accept_length"] for each in rollouts if "speculation/accept_length" in each]
+    return (
+        ["NO ANSWER USED THE DRAFT MODEL: no token that it drafted was accepted"]
+        if lengths and max(lengths) == 1
+        else []
+    )
 
 
 def open_checkpoints(run: RunContext, ppo: Ppo, inputs: Inputs) -> tuple[Checkpoints | None, int]:

@@ -353,9 +353,10 @@ class Weights:
     """Where checkpoints for disk, and for verify = full, are written. All hosts must share it. Empty: the run
     directory."""
     verify: Literal["off", "log_probs", "bytes", "full"] = "log_probs"
-    """How each sync is verified. off: not at all. log_probs: fingerprints of the engine's tensors, and its log-probs
-    against the trainer's. bytes: also read every element back from the engine and compare. full: also change every
-    tensor before the sync, fill the engine with garbage first, and compare with a reload from disk."""
+    """How each sync is verified. off: not at all. log_probs: what it is to fill is overwritten before it; fingerprints of
+    the engine's tensors after it and after the rollout; the engine's log-probs against the trainer's. bytes: also read
+    every element back from the engine and compare. full: also rehearse each sync with changed weights, and compare with
+    a reload from disk."""
 
 
 @dataclass(kw_only=True, slots=True)

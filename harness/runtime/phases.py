@@ -14,7 +14,7 @@ _STEP = (
     "advantages", "update_critic", "update_actor", "free_caches",
 )  # fmt: skip
 _VERIFY = (
-    "baseline", "perturb", "sentinel", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
+    "baseline", "perturb", "poison", "held", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
     "copies",
 )  # fmt: skip
 _SYNC_JOB = ("readback", "bench")

@@ -83,8 +83,8 @@ class RunRecord:
         return row
 
 
-def step_line(metrics: Metrics) -> str:
-    """Return one step for the console."""
+def step_line(metrics: Metrics, notes: Sequence[str] = ()) -> str:
+    """Return one step for the console. notes: what a reader must know of it besides its metrics."""
     forms = {
         "step": "step {:.0f}",
         "reward_mean": "reward {:.3f}",
@@ -96,7 +96,7 @@ def step_line(metrics: Metrics) -> str:
         "critic/explained_variance": "explained variance {:+.3f}",
         "seconds": "{:.1f} s",
     }
-    return "  ".join(form.format(metrics[name]) for name, form in forms.items() if name in metrics)
+    return "  ".join([*(form.format(metrics[name]) for name, form in forms.items() if name in metrics), *notes])
 
 
 def phase_seconds(phases: Phases) -> Metrics:

@@ -14,6 +14,13 @@ from harness.weights.tensor_view import TensorView
 class Converter(Protocol):
     """What a sync sends. One that quantizes makes two tensors of one: the blocks, and their scales."""
 
+    @property
+    def renames_only(self) -> bool:
+        """Whether what is sent under the name, and in the dtype, of one of the model's tensors has that tensor's values.
+
+        Then the checks also compare what is sent with the model.
+        """
+
     def layout(self) -> tuple[TensorView, ...]:
         """Return the checkpoint tensors as they are sent: names, shapes and dtypes. Called once.
 
@@ -31,6 +38,8 @@ class Converter(Protocol):
 
 class CheckpointConverter:
     """Send the trainer's own tensors under their checkpoint names, cast to the engine's dtype on the way."""
+
+    renames_only = True
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
         """dtype: the engine's dtype of parameters; None sends them as the model has them. Raise NotAViewError."""

@@ -47,6 +47,10 @@ class _WithDraftLayer:
     trained: Converter
     draft: DraftLayer
 
+    @property
+    def renames_only(self) -> bool:
+        return self.trained.renames_only
+
     def layout(self) -> tuple[TensorView, ...]:
         return (*self.trained.layout(), *self.draft.views)
 

@@ -195,6 +195,10 @@ class Fp8BlockConverter:
         self._made: dict[str, torch.Tensor] = {}
         """The converted tensors, by name. They are filled anew at each call, so that a pull finds them where they were."""
 
+    @property
+    def renames_only(self) -> bool:
+        return self.source.renames_only  # what is quantized is sent in another dtype
+
     def layout(self) -> tuple[TensorView, ...]:
         return self._layout
 

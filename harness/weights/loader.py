@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from harness.rollout.engine import RolloutEngine
 from harness.rollout.served_models import DRAFT, role_of
 from harness.weights.fusing import FusingGroup
-from harness.weights.worker import coverage
+from harness.weights.presync_checks import unfilled_parameters
+from harness.weights.worker import coverage, poison
 from harness.weights.worker.coverage import LoadCoverage
 
 
@@ -17,12 +18,17 @@ class EngineLoader:
     groups: tuple[FusingGroup, ...]
     coverage: tuple[LoadCoverage, ...] = ()
     """For each scheduler, in engine order; empty before `trace`."""
+    unfilled_at_first: tuple[str, ...] = ()
+    """Sentences on the engine's parameters that nothing filled by the first trace: refused then, or known to be no failure."""
 
     def trace(self) -> None:
         """Learn what each scheduler's loader would fill. Those whose last trace still holds do not trace again."""
         with self.engine.weight_update():
             found = self.engine.group.all_gather(self.engine.ask(coverage.cover, self.groups))
+        is_first = not self.coverage
         self.coverage = tuple(found[rank] for rank in self.engine.group.ranks)
+        if is_first:
+            self.unfilled_at_first = tuple(unfilled_parameters(self.coverage))
 
     def trace_once(self) -> None:
         """Trace, unless this was done before."""
@@ -44,6 +50,20 @@ class EngineLoader:
                 f"the schedulers of ranks {list(found)} must report a fingerprint for each copy they traced"
             )
         return found
+
+    def other_tensors(self) -> dict[int, dict[str, int]]:
+        """Return engine rank -> fingerprints of what no sync fills; see worker/coverage.py."""
+        with self.engine.weight_update():
+            by_rank = self.engine.group.all_gather(self.engine.ask(coverage.other_tensors))
+        return {place: by_rank[rank] for place, rank in enumerate(self.engine.group.ranks)}
+
+    def poison(self, number: int) -> list[str]:
+        """Overwrite all that sync `number` is to fill; return the engine's tensors that cannot be. See worker/poison.py."""
+        self.trace_once()
+        self.engine.flush_cache()  # SGLang must be idle
+        with self.engine.weight_update():
+            left = self.engine.group.all_gather(self.engine.ask(poison.poison, number))
+        return sorted({name for names in left.values() for name in names})
 
     def _ask_fingerprints(self) -> dict[int, dict[str, int]]:
         with self.engine.weight_update():

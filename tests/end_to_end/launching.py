@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -175,8 +176,16 @@ def run(
     script: str = "launch/ppo.py",
     launcher: Launcher = "forked",
     seconds: float = 400,
+    environment: Mapping[str, str] | None = None,
 ) -> Job:
     """Start a job and wait for its end; look at job.process.returncode."""
-    job = Job(folder=folder, ranks=ranks, arguments=list(arguments), script=script, launcher=launcher).start()
+    job = Job(
+        folder=folder,
+        ranks=ranks,
+        arguments=list(arguments),
+        script=script,
+        launcher=launcher,
+        environment=dict(environment or {}),
+    ).start()
     job.wait(seconds)
     return job

@@ -1,25 +1,27 @@
-"""launch/ppo.py with one fault: every sync after the first does nothing, and says nothing. For tests only."""
+"""launch/ppo.py with one fault: from sync STALE_FROM on (0 is the first one), no sync does anything, or says so. For tests only."""
 
+import os
 import sys
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-def do_nothing_after_the_first() -> None:
-    """Let WeightSync.update_engine return at once from its second call on."""
+def do_nothing_from(first: int) -> None:
+    """Let WeightSync.update_engine return at once from this call on."""
     from harness.runtime.cpu_standins import activate
 
     activate()
     from harness.weights.sync import WeightSync
 
-    update_engine = WeightSync.update_engine
+    update_engine, calls = WeightSync.update_engine, count()
 
-    def update_once(self: WeightSync) -> None:
-        if not self.loader.coverage:  # traced at the first sync
+    def update(self: WeightSync) -> None:
+        if next(calls) < first:
             update_engine(self)
 
-    WeightSync.update_engine = update_once  # type: ignore[method-assign]
+    WeightSync.update_engine = update  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
@@ -29,5 +31,5 @@ if __name__ == "__main__":
     from harness.tools.observers import standard_observers
 
     config = parse(sys.argv[1:]).config
-    do_nothing_after_the_first()
+    do_nothing_from(int(os.environ["STALE_FROM"]))
     sys.exit(run(config, standard_observers(config), servers=ForkServer.handed_over()))

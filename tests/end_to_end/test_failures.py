@@ -130,7 +130,7 @@ def test_read_back_it_is_named_exactly_before_anything_is_generated(tmp_path: Pa
     job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_without_one_tensor.py")
     assert job.process.returncode == 1
     (line,) = {each for each in job.output().splitlines() if "rank 0 FAILED" in each}
-    found = "step 0: after a sync of changed weights onto garbage the engine holds other weights: model.layers.1.mlp.up_proj"
+    found = "step 0: after a sync of changed weights the engine holds other weights: model.layers.1.mlp.up_proj"
     assert found in line
     assert line.count("model.") == 1
     assert not any(event.get("phase") == "generate" for event in job.events())
@@ -151,16 +151,38 @@ def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path, launch
     assert job.left_behind() == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("dtype", "rate"), [("bfloat16", "1e-6"), ("bfloat16", "1e-5"), ("float32", "1e-6")])
-def test_syncs_that_do_nothing_are_caught_at_the_default_level(dtype: str, rate: str, tmp_path: Path) -> None:
-    """Such updates move log-probs by less than what bfloat16 makes of equal weights."""
-    arguments = [QUICKSTART, "--model.dtype", dtype, "--actor.learning_rate", rate]
-    job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_with_stale_syncs.py")
+GRPO = ["--algorithm.advantage", "grpo", "--rollout.responses_per_prompt", "4"]
+
+
+def ends_in_stale_syncs(first: int, tmp_path: Path, *arguments: str) -> None:
+    """Run with syncs that do nothing from sync `first` on: it is named there."""
+    program = "tests/end_to_end/ppo_with_stale_syncs.py"
+    job = run(tmp_path / "run", 2, QUICKSTART, *arguments, script=program, environment={"STALE_FROM": str(first)})
     assert job.process.returncode == 1, job.output()
-    assert "WeightsDidNotArrive: step 1: after the sync the engine holds other weights: " in job.output()
+    assert f"WeightsDidNotArrive: step {first}: after the sync the engine holds other weights: " in job.output()
     assert "PASSED" not in job.output()
     assert job.left_behind() == []
+
+
+def test_a_sync_that_does_nothing_is_caught_where_no_weight_moves(tmp_path: Path) -> None:
+    """With GRPO and rewards that are all equal, the engine holds the right weights already."""
+    ends_in_stale_syncs(1, tmp_path, *GRPO)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("first", "arguments"),
+    [
+        (0, [*GRPO, "--engine.initial_weights", "checkpoint"]),
+        (1, ["--model.dtype", "bfloat16", "--actor.learning_rate", "1e-9"]),
+        (1, ["--algorithm.critic_warmup", "3", "--weights.transport", "pull"]),
+        (2, ["--algorithm.advantage", "rloo", *GRPO[2:], "--weights.transport", "disk", "--model.name", "deepseek_v3"]),
+    ],
+)
+def test_syncs_that_do_nothing_are_caught_at_the_default_level(
+    first: int, arguments: list[str], tmp_path: Path
+) -> None:
+    ends_in_stale_syncs(first, tmp_path, *arguments)
 
 
 @pytest.mark.long

@@ -39,7 +39,7 @@ def test_three_steps_pass_and_every_sync_is_proven(quickstart: Job) -> None:
     assert [step["weight_version"] for step in steps[:3]] == [0, 1, 2] and steps[3]["final/weight_version"] == 3
     assert all(step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0 for step in steps[:3])
     assert steps[3]["final/sync_tensors_compared"] == steps[3]["final/sync_tensors"] == 27
-    (verdict,) = [line for line in quickstart.output().splitlines() if "PASSED: 3 PPO steps; 4 weight syncs: " in line]
+    (verdict,) = [line for line in quickstart.output().splitlines() if "PASSED: 3 PPO steps; 4 weight syncs onto poison: " in line]
     assert "all 27 tensors in the engine equal the trainer's by fingerprint" in verdict
     assert verdict.endswith("; engine preset reproducible")
     (engine,) = [each for each in quickstart.events() if each["event"] == "engine"]
@@ -168,7 +168,7 @@ def test_a_pull_out_of_parameters_that_are_offloaded_between_steps_changes_nothi
     words = ["--weights.transport", "pull", "--weights.verify", "bytes", "--memory.offload_parameters", "actor"]
     job = run(tmp_path / "run", 2, QUICKSTART, *words)
     assert job.process.returncode == 0, job.output()
-    assert "4 weight syncs: each read back bit for bit" in job.output()
+    assert "4 weight syncs onto poison: each read back bit for bit" in job.output()
     assert values(job) == values(quickstart)
     assert job.left_behind() == []
 
@@ -177,8 +177,8 @@ def test_a_pull_out_of_parameters_that_are_offloaded_between_steps_changes_nothi
 def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart: Job, tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, QUICKSTART, "--weights.verify", "full")
     assert job.process.returncode == 0, job.output()
-    assert "4 weight syncs: each rehearsed on garbage with changed weights, compared with a reload" in job.output()
-    parts = ("perturb", "sentinel", "push", "readback", "save", "reload", "log_probs")
+    assert "4 weight syncs onto poison: each rehearsed with changed weights, compared with a reload" in job.output()
+    parts = ("perturb", "poison", "push", "readback", "save", "reload", "log_probs")
     prefixes = ("", "", "", "final/")
     for step, prefix in zip(job.metrics(), prefixes, strict=True):
         assert all(step[f"{prefix}seconds/verify_{part}"] > 0 for part in parts)
@@ -246,7 +246,7 @@ def test_dp_attention_and_expert_parallelism_on_the_cpu(
     words = ["--model.name", model, "--weights.transport", transport, "--weights.verify", "bytes", "--run.steps", "2"]
     job = run(tmp_path / "run", 2, QUICKSTART, *words, *given)
     assert job.process.returncode == 0, job.output()
-    assert "3 weight syncs: each read back bit for bit" in job.output()
+    assert "3 weight syncs onto poison: each read back bit for bit" in job.output()
     differences = [step["log_prob_difference_mean"] for step in job.metrics()[:2]]
     assert all(difference < 1e-5 for difference in differences), differences
     assert job.left_behind() == []

@@ -109,6 +109,7 @@ class Given:
 
     given: dict[str, torch.Tensor]
     views: tuple[TensorView, ...]
+    renames_only: bool = True
 
     def layout(self) -> tuple[TensorView, ...]:
         return self.views
@@ -208,6 +209,11 @@ class ToySync:
     weights: TrainerWeights
     loader: EngineLoader
     transport: Any
+    dtype: torch.dtype | None = None
+    unfilled: tuple[str, ...] = ()
+
+    def held_tensors(self) -> Any:
+        return self.weights.tensors
 
     @property
     def tensors(self) -> Any:

@@ -5,19 +5,21 @@ of the weights and names the tensors that differ. readback.py, which moves every
 """
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import all_gather
-from harness.rollout.served_models import DRAFT, role_of
+from harness.rollout.served_models import DRAFT
 from harness.trainer.rows import RowShards, own_rows
 from harness.weights.loader import EngineLoader
 from harness.weights.presync_checks import unfilled_parameters
+from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import loses_precision
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.worker.coverage import PADDING
@@ -42,12 +44,14 @@ class FingerprintComparison:
     experts of one tensor are named together. Also tensors of the engine of which the padding is not zero."""
 
 
-def compare_fingerprints(weights: TrainerWeights, loader: EngineLoader) -> FingerprintComparison:
+def compare_fingerprints(
+    weights: TrainerWeights, loader: EngineLoader, expected: Mapping[str, int] | None = None
+) -> FingerprintComparison:
     """Compare what the engine holds with the trainer's weights, after a sync. A collective call of all ranks.
 
-    Raise RuntimeError if the schedulers cannot report what they hold.
+    expected: the sums of what was sent; None computes them. Raise RuntimeError if the schedulers cannot report what they hold.
     """
-    expected, received = _trainer_sums(weights), loader.fingerprints()
+    expected, received = expected or sent_sums(weights), loader.fingerprints()
     names: dict[str, list[str]] = defaultdict(list)
     elements: dict[str, int] = defaultdict(int)
     for view in weights.layout:
@@ -65,8 +69,8 @@ def compare_fingerprints(weights: TrainerWeights, loader: EngineLoader) -> Finge
         wrong += names[tensor] if total % WRAP != expected[tensor] else []
     wrong = [in_role(name, of_draft) for name in wrong]
     wrong += _wrong_padding(loader, received)
-    # SGLang gives the target's embedding and head to its draft. Should it put others in their place, nothing fills those.
-    wrong += [each for each in unfilled_parameters(loader.coverage) if role_of(each) == DRAFT]
+    # A parameter may get memory of its own after the first sync, such as a tied head or that of a draft. Nothing fills it then.
+    wrong += [each for each in unfilled_parameters(loader.coverage) if each not in loader.unfilled_at_first]
     everyone = all_gather((wrong, [name for name in names if name not in compared]))
     left = dict.fromkeys(name for _, each in everyone for name in each)
     return FingerprintComparison(
@@ -82,13 +86,66 @@ def in_role(name: str, of_draft: Collection[str]) -> str:
     return f"{DRAFT}: {name}" if name in of_draft else name
 
 
-@torch.no_grad()
-def _trainer_sums(weights: TrainerWeights) -> dict[str, int]:
-    """Return the fingerprint of each tensor, added up over all ranks' shards, in the dtype in which it is sent."""
+def sent_sums(weights: TrainerWeights) -> dict[str, int]:
+    """Return the fingerprint of each tensor of a sync, in the dtype in which it is sent. A collective call of all ranks."""
+    return tensor_sums(_as_sent(weights))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSums:
+    """Fingerprints of the trainer's tensors; the same on every rank."""
+
+    sent: Mapping[str, int]
+    """Of what a sync sends, in the dtype in which it is sent."""
+    held: Mapping[str, int]
+    """Of the model's own tensors, read at the model and not at the sender, in the dtype in which the model computes."""
+
+    sent_otherwise: tuple[str, ...] = ()
+    """Names of tensors that are sent with other values than the model holds, though nothing is to convert them."""
+
+
+def trainer_sums(sync: WeightSync) -> TrainerSums:
+    """Return the fingerprints of what was sent last, and of the model as it is now. A collective call of all ranks."""
+    sent, held = _as_sent(sync.weights), as_computed(sync.held_tensors(), sync.dtype)
+    # Almost always they are the same tensors: then each is summed up once.
+    own = {name: each for name, each in held.items() if name not in sent or not _is_same(each, sent[name])}
+    sums = tensor_sums({f"sent/{name}": each for name, each in sent.items()} | own)
+    of_sent = {name: sums[f"sent/{name}"] for name in sent}
+    unconverted = [name for name in own if name in sent and own[name][1] == sent[name][1]]
+    return TrainerSums(
+        sent=of_sent,
+        held={name: sums[name] if name in own else of_sent[name] for name in held},
+        sent_otherwise=tuple(
+            name for name in unconverted if sync.weights.converter.renames_only and sums[name] != of_sent[name]
+        ),
+    )
+
+
+def as_computed(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
+    """Return tensors of a model, each with the dtype in which it is computed with: parameters in `dtype`, buffers as they are."""
+    return {
+        name: (each, dtype if dtype and isinstance(each, nn.Parameter) and each.is_floating_point() else each.dtype)
+        for name, each in tensors.items()
+    }
+
+
+def _as_sent(weights: TrainerWeights) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
     dtypes = {view.of: view.dtype for view in weights.layout}
-    sums = [_sum_of_shard(tensor, dtypes[name]) for name, tensor in weights.tensors.items()]
-    everyone = all_gather(torch.stack(sums).tolist())
-    return {name: sum(parts) % WRAP for name, *parts in zip(weights.tensors, *everyone, strict=True)}
+    return {name: (tensor, dtypes[name]) for name, tensor in weights.tensors.items()}
+
+
+def _is_same(one: tuple[torch.Tensor, torch.dtype], other: tuple[torch.Tensor, torch.dtype]) -> bool:
+    return one[0] is other[0] and one[1] == other[1]
+
+
+@torch.no_grad()
+def tensor_sums(tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]]) -> dict[str, int]:
+    """Return the fingerprint of each of the trainer's tensors in this dtype, added up over all ranks' shards. Collective."""
+    sums = [_sum_of_shard(tensor, dtype) for tensor, dtype in tensors.values()]
+    everyone = all_gather(torch.stack(sums).tolist() if sums else [])
+    return {name: sum(parts) % WRAP for name, *parts in zip(tensors, *everyone, strict=True)}
 
 
 def _sum_of_shard(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

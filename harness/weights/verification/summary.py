@@ -9,17 +9,19 @@ Metrics = Mapping[str, float]
 
 PHRASES = {
     "bytes": ["each read back bit for bit"],
-    "full": ["each rehearsed on garbage with changed weights, compared with a reload from disk, read back bit for bit"],
+    "full": ["each rehearsed with changed weights, compared with a reload from disk, read back bit for bit"],
 }
 SENTENCES = {
     "off": "Nothing was checked; the differences were only measured.",
-    "log_probs": "After every sync, 64-bit fingerprints of every element that the engine holds were compared with the"
-    " trainer's. What the engine computes as it loads, or derives from weights, was compared with what its own loader makes"
-    " of the trainer's tensors. So were the log-probs of the engine's responses.",
-    "bytes": "After every sync, all that the engine holds was read back and compared with the trainer's tensors bit for bit,"
-    " and so were the log-probs of the engine's responses.",
-    "full": "Before every sync, each tensor was changed, synced onto garbage, read back bit for bit and compared with a"
-    " reload from disk. After it, everything was read back and the log-probs of the engine's responses were compared.",
+    "log_probs": "Before every sync the engine overwrote all that the sync was to fill. After it, and again after the rollout,"
+    " 64-bit fingerprints of every element that it fills were compared with the trainer's, and those of the engine's other"
+    " buffers with what they were at first. What the engine computes as it loads, or derives from weights, was compared with what"
+    " its own loader makes of the trainer's tensors. The trainer's forward passes used the weights that were sent, also by"
+    " fingerprint. The log-probs of the engine's responses were compared with the trainer's.",
+    "bytes": "As log_probs; and after every sync all that it fills was read back and compared with the trainer's tensors bit for"
+    " bit.",
+    "full": "As bytes; and before every sync each tensor was changed, synced, read back bit for bit and compared with a reload"
+    " from disk.",
 }
 WITHOUT_FINGERPRINTS = "After every sync, the log-probs of the engine's responses were compared with the trainer's."
 STATISTICS = (
@@ -45,12 +47,14 @@ def verdict_phrase(
     mismatch: from mismatch_of_precisions.
     """
     largest = max(each["log_prob_difference_mean"] for each in rollouts)
-    syncs = f"{len(rollouts)} weight syncs"
+    syncs = f"{len(rollouts)} weight sync" + "s" * (len(rollouts) > 1)
+    syncs += " onto poison" * (can_ask and level != "off")
     if level == "off":
         found = mismatch or f"largest mean log-prob difference {largest:.1e}"
         return f'{syncs}, not verified (weights.verify = "off"): {found}'
     phrases = "; ".join([*PHRASES.get(level, ()), what_was_compared(level, asked, can_ask, rollouts, not_covered)])
-    return f"{syncs}: {phrases}; {mismatch or f'largest mean difference {largest:.1e}'}, allowed {allowed.mean:.2g}"
+    differ = mismatch or f"largest mean log-prob difference {largest:.1e}"
+    return f"{syncs}: {phrases}; {differ}, allowed {allowed.mean:.2g} (an update that moves them less does not show in them)"
 
 
 def mismatch_of_precisions(
@@ -84,7 +88,9 @@ def what_was_compared(
         tensors = int(max(each.get("sync_tensors", 0) for each in rollouts))
         derived = int(min(each.get("sync_tensors_derived", 0) for each in rollouts))
         whole = f"all {tensors}" if compared == tensors else f"{compared} of {tensors}"
-        phrases = [f"after each, {whole} tensors in the engine equal the trainer's by fingerprint"]
+        phrases = [
+            f"after each, and again after its rollout, {whole} tensors in the engine equal the trainer's by fingerprint"
+        ]
         if compared < tensors and not not_covered:
             phrases.append(f"the other {tensors - compared} left what the engine's loader computes of them")
         if derived:

@@ -3,33 +3,42 @@
 Each level also does what the levels before it do:
 
     off        measure the difference of log-probs, and fail on nothing
-    log_probs  compare 64-bit fingerprints of all that the engine holds, and the log-probs of its responses
+    log_probs  before each sync, overwrite what it is to fill (poison); after it, and again after the rollout, compare 64-bit
+               fingerprints of what the engine holds with the trainer's; compare the log-probs of the engine's responses
     bytes      read every element back after each sync; the first sync must leave what SGLang itself loads from disk
-    full       before each sync, sync changed weights onto garbage and compare with a reload from disk
+    full       before each sync, sync changed weights and compare with a reload from disk
 
 An engine that cannot be asked what it holds (one behind HTTP) has no fingerprints and cannot be read back. Then only
 log-probs are compared, and the verdict says so.
 """
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import nn
 
 from harness.cluster.world import World, all_gather
 from harness.config.model_rules import EXPERTS
 from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.served_models import DRAFT
+from harness.rollout.sglang_api.prefix_cache import cached_prefix_tokens
 from harness.runtime.events import EventLog
 from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, Allowed, LogProbDifference, Precision
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
-from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
+from harness.weights.verification.computed import fingerprints_of_forward
+from harness.weights.verification.fingerprint import (
+    FingerprintComparison,
+    TrainerSums,
+    compare_fingerprints,
+    trainer_sums,
+)
 from harness.weights.verification.kept_copies import describe_stale_copies
 from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
@@ -38,7 +47,6 @@ from harness.weights.verification.reload import ReloadFindings, load_again
 from harness.weights.verification.snapshot import Snapshot, changed_tensors, snapshot_weights
 from harness.weights.verification.summary import mismatch_of_precisions, report_section, verdict_phrase
 from harness.weights.worker.kept_copies import find_copies
-from harness.weights.worker.model_state import fill_model
 
 Level = Literal["off", "log_probs", "bytes", "full"]
 STALE_DRAFT = "mtp-draft-stale"
@@ -71,8 +79,12 @@ class Verification:
     why_no_baseline: str = ""
     own_checkpoint: Snapshot | None = None
     """bytes: what SGLang itself loaded from the model's own checkpoint, until a sync has matched it."""
-    sentinel_next: bool = False
-    """The engine holds right weights that no sync brought, so a tensor that the next sync leaves out would not show."""
+    poisoned: bool = False
+    """The last sync came onto poison."""
+    sums: TrainerSums | None = None
+    """Fingerprints of what the last sync sent, and of the trainer's model at that time."""
+    others: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Engine rank -> fingerprints of what no sync fills, as they were before the first one."""
     compared: FingerprintComparison | None = None
     """The last comparison of fingerprints."""
     reloaded: ReloadFindings = field(default_factory=ReloadFindings)
@@ -130,10 +142,12 @@ class Verification:
             self.memory.resume_kv_cache()
             self.sync.restore_scales()
             self.sync.engine.update_weights_from_disk(str(self.source))
-            self.sentinel_next = True
             if self.sync.engine.can_ask:
                 stale = describe_stale_copies(self.sync.engine)
                 refuse(stale, "the engine computes with other weights than SGLang has just loaded from disk")
+        if self.sync.engine.can_ask:
+            self.sync.loader.trace_once()
+            self.others = self.sync.loader.other_tensors()
         if self.reaches("bytes"):
             self.own_checkpoint = snapshot_weights(self.sync.engine)
         return True
@@ -147,9 +161,7 @@ class Verification:
             return ""
         engine = self.sync.engine
         if not engine.can_ask:
-            return (
-                "this engine cannot be filled with garbage after it, and a tensor that a sync leaves out would not show"
-            )
+            return "this engine's weights cannot be overwritten after it, and a tensor that a sync leaves out would not show"
         # Every scheduler reads the path that its engine's head gives; a hub id is no path on any host.
         path = Path(engine.group.broadcast(str(self.source)))
         seen = all_gather((self.world.host, path.exists()))
@@ -177,19 +189,25 @@ class Verification:
 
     # Around a sync
 
+    def poison(self, index: int) -> None:
+        """log_probs: before a sync, overwrite in the engine what it is to fill, so that whatever it does not bring shows."""
+        if self.reaches("log_probs") and self.sync.engine.can_ask:
+            with self.timed("poison", index, "the engine to overwrite its weights"):
+                left = self.sync.loader.poison(index)
+            everyone = dict.fromkeys(name for names in all_gather(left) for name in names)
+            self.not_covered |= {
+                f"{name} is of a dtype that cannot be overwritten before a sync": None for name in everyone
+            }
+            self.poisoned = True
+
     def rehearse(self, index: int) -> None:
-        """Before a sync: fill the engine's weights with garbage after a baseline. full: also rehearse the sync."""
-        if self.sentinel_next or self.reaches("full"):
-            with self.timed("sentinel", index, "the engine to fill its weights with garbage"):
-                with self.sync.engine.weight_update():
-                    self.sync.engine.ask(fill_model, f"{self.config.run.seed}/{index}")
-                self.sync.engine.flush_cache()
-            self.sentinel_next = False
+        """full: before a sync, rehearse it with changed weights, onto poison."""
         if self.reaches("full"):
+            self.poison(index)
             self._sync_changed_weights(index)
 
     def _sync_changed_weights(self, index: int) -> None:
-        """Sync changed weights onto the garbage, read them back, and compare them with a reload from disk.
+        """Sync changed weights onto the poison, read them back, and compare them with a reload from disk.
 
         So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs.
         """
@@ -198,9 +216,9 @@ class Verification:
         with self.timed("perturb", index):
             perturb(tensors, seed)
         try:
-            with self.timed("push", index, "all ranks to sync changed weights onto garbage"):
+            with self.timed("push", index, "all ranks to sync changed weights"):
                 sync.update_engine()
-            self.check_bytes(index, "a sync of changed weights onto garbage")
+            self.check_bytes(index, "a sync of changed weights")
             with self.timed("save", index, "rank 0 to write the changed weights to disk"):
                 sync.save(folder, self.source)
                 dist.barrier()
@@ -277,16 +295,42 @@ class Verification:
 
     def check_fingerprints(self, index: int) -> None:
         """log_probs: raise WeightsDidNotArrive unless the engine holds every tensor that can be followed."""
-        if self.reaches("log_probs") and self.sync.engine.can_ask:
-            with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
-                self.compared = compare_fingerprints(self.sync.weights, self.sync.loader)
-                self.reloaded = load_again(self.sync.weights, self.sync.loader, self.compared.left)
-                self.not_covered |= dict.fromkeys([*self.reloaded.not_covered, *self.sync.unfilled])
-                wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
-                stale = describe_stale_copies(self.sync.engine)
-            refuse(
-                wrong or self.reloaded.wrong or stale, f"step {index}: after the sync the engine holds other weights"
-            )
+        if not self.reaches("log_probs"):
+            return
+        after = f"step {index}: after the sync the engine"
+        with self.timed("fingerprints", index, "the fingerprints of what trainer and schedulers hold"):
+            self.sums = trainer_sums(self.sync)
+            refuse(self.sums.sent_otherwise, f"step {index}: the sync sent other values than the trainer's model holds")
+            if not self.sync.engine.can_ask:
+                return
+            self.compared = compare_fingerprints(self.sync.weights, self.sync.loader, self.sums.sent)
+            self.reloaded = load_again(self.sync.weights, self.sync.loader, self.compared.left)
+            self.not_covered |= dict.fromkeys([*self.reloaded.not_covered, *self.sync.unfilled])
+            wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
+            stale = describe_stale_copies(self.sync.engine)
+            others, cached = self.changed_others(), self.cached_prefixes()
+        refuse(wrong or self.reloaded.wrong or stale, f"{after} holds other weights")
+        refuse(others, f"{after} has changed what no sync fills")
+        refuse(cached, f"{after} has a prefix cache that is not empty (cache-not-flushed)")
+
+    def changed_others(self) -> list[str]:
+        """Return one sentence for each buffer and KV cache scale of the engine that is not as it was before the first sync."""
+        now = self.sync.loader.other_tensors()
+        self.others = self.others or now
+        changed: dict[str, list[str]] = {}
+        for rank, known in self.others.items():
+            for name, before in known.items():
+                if now[rank].get(name, before) != before:
+                    changed.setdefault(name, []).append(str(rank))
+        everyone = all_gather([f"{name} on engine rank {', '.join(ranks)}" for name, ranks in changed.items()])
+        return list(dict.fromkeys(sentence for each in everyone for sentence in each))
+
+    def cached_prefixes(self) -> list[str]:
+        """Return one sentence for each scheduler whose prefix cache has keys and values of older weights."""
+        everyone = all_gather(self.sync.engine.ask(cached_prefix_tokens))
+        if None in everyone:
+            self.not_covered["whether the prefix cache is empty after a sync: this SGLang's cannot be found"] = None
+        return [f"{tokens} tokens in that of rank {rank}" for rank, tokens in enumerate(everyone) if tokens]
 
     def check_bytes(self, index: int, what: str) -> None:
         """bytes: raise WeightsDidNotArrive unless the engine holds what was sent."""
@@ -308,6 +352,34 @@ class Verification:
             refuse(wrong, f"step {index}: after the first sync the engine holds other weights than {source}")
 
     # After a rollout
+
+    def check_held(self, index: int) -> None:
+        """log_probs: raise WeightsDidNotArrive unless the engine, once it has answered, holds what the sync brought.
+
+        An update that is applied late, or taken back, shows here and not right after the sync.
+        """
+        if self.reaches("log_probs") and self.sync.engine.can_ask and self.sums:
+            self.sync.engine.flush_cache()  # SGLang must be idle
+            with self.timed("held", index, "the schedulers' fingerprints of what they hold after the rollout"):
+                found = compare_fingerprints(self.sync.weights, self.sync.loader, self.sums.sent)
+                others = self.changed_others()
+            refuse(found.wrong, f"step {index}: after the rollout the engine holds other weights than the sync brought")
+            refuse(others, f"step {index}: after the rollout the engine has changed what no sync fills")
+
+    @contextmanager
+    def check_computed(self, index: int, model: nn.Module) -> Iterator[None]:
+        """log_probs: raise WeightsDidNotArrive if the model's forward pass in this block uses other weights than it holds."""
+        if not (self.reaches("log_probs") and self.sums):
+            yield
+            return
+        with fingerprints_of_forward(model) as computed:
+            yield
+        held = self.sums.held
+        wrong = all_gather([name for name, found in computed.items() if found != held[name]])
+        refuse(
+            list(dict.fromkeys(name for each in wrong for name in each)),
+            f"step {index}: the trainer's forward pass computes with other weights than its parameters hold",
+        )
 
     def find_copies(self, index: int | None = None) -> None:
         """log_probs: note the copies of its weights that the engine made to compute with, before it releases its memory."""

@@ -21,7 +21,14 @@ from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import TensorView, span
 from harness.weights.worker.alike_groups import AlikeGroups
 from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
-from harness.weights.worker.model_state import derived_tensors, fingerprint, model_tensors, sent_parameters
+from harness.weights.worker.model_state import (
+    SCALES_OF_KV_CACHE,
+    derived_tensors,
+    fingerprint,
+    model_tensors,
+    sent_parameters,
+    weighted_sum,
+)
 from harness.weights.worker.undo import UndoneWrites, address, storage
 from harness.weights.worker.written_twice import written_twice
 
@@ -99,8 +106,13 @@ class LoaderTrace:
     """Why the loader cannot load a second time after it has loaded once; "" if it can."""
     derived_bytes: int = 0
     """Bytes of the tensors that post_load_weights makes, such as MLA's w_kc and w_vc, beside the parameters."""
+    derived: set[str] = field(default_factory=set)
+    """The engine's names of tensors that the loader, or post_load_weights, makes of what was copied."""
+    _filled: list[tuple[str, torch.Tensor]] | None = None
     _places: tuple[Sequence[Any], ...] = ((), (), ())
     """What the copies fill: dicts of a module's parameters, buffers or attributes; the names in there; the tensors' addresses."""
+    _parameters: frozenset[int] = frozenset()
+    """Where every parameter lies, also those that no copy fills."""
 
     @property
     def device(self) -> torch.device:
@@ -109,6 +121,7 @@ class LoaderTrace:
     def run(self) -> None:
         """Ask the model's own loader what it would do with every group."""
         self.derives, self.derived_over, self.derived_bytes, self.only_once = False, set(), 0, ""
+        self.derived, self._filled = set(), None
         self.traces = self._trace_all(UndoneWrites(self.model))
         if self.derives:
             self._find_what_is_derived_over()
@@ -123,6 +136,7 @@ class LoaderTrace:
             if isinstance(value, torch.Tensor) and storage(value) in targets
         ]
         self._places = tuple(zip(*found, strict=True)) or ((), (), ())
+        self._parameters = parameter_addresses(self.model)
 
     def _trace_all(self, undone: UndoneWrites) -> list[GroupTrace]:
         """Trace one group of each kind alone, the others together, and those alone that are then unlike the first."""
@@ -158,10 +172,27 @@ class LoaderTrace:
         where: Callable[[Any], int] = address if self.device.type == "meta" else torch.Tensor.data_ptr
         return all(map(operator.is_not, found, itertools.repeat(None))) and tuple(map(where, found)) == addresses
 
+    @property
+    def knows_all_parameters(self) -> bool:
+        """Whether no parameter lies where none lay before: a tied head that got memory of its own, say."""
+        return parameter_addresses(self.model) <= self._parameters
+
     def refresh(self) -> None:
         """Trace again if SGLang has replaced a tensor."""
         if not self.is_current:
             self.run()
+
+    def filled_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return all that a load fills, makes zero, computes or derives: the engine's name, and the tensor or a part of it."""
+        if self._filled is None:
+            parts, found = self._parts(), dict[int, tuple[str, torch.Tensor]]()
+            for name, tensor in model_tensors(self.model).items():
+                own = [part for part in parts.get(storage(tensor), ()) if begins_within(part, tensor)]
+                whole = name in self.derived or (own and not missing_elements(tensor, own))
+                for part in [tensor] if whole else own:
+                    found.setdefault(id(part), (name, part))
+            self._filled = list(found.values())
+        return self._filled
 
     def groups_to_load(self) -> set[int]:
         """Return the numbers of the groups that only the model's own load_weights can load: it does more than copy."""
@@ -174,9 +205,16 @@ class LoaderTrace:
         }
 
     def _find_what_is_derived_over(self) -> None:
+        before = derived_tensors(self.model)
         with torch.no_grad(), UndoneWrites(self.model) as undone:
             self.model.post_load_weights()
             changed = set(undone.saved)
+            self.derived |= {name for name, *_ in undone.replaced()}
+            self.derived |= {
+                name
+                for name, each in derived_tensors(self.model).items()
+                if name not in before or storage(each) in changed
+            }
             held = {storage(each) for each in self.model.parameters()}
             made = {storage(each): each.untyped_storage().nbytes() for each in derived_tensors(self.model).values()}
         self.derived_bytes = sum(nbytes for place, nbytes in made.items() if place not in held)
@@ -205,6 +243,7 @@ class LoaderTrace:
             traced.does_more = True
             traced.computed.append(before)
             if name in attributes:
+                self.derived.add(name)
                 traced.computed_with |= set() if traced.computed_with | traced.opaque else names
                 continue
             if storage(now) in sent:
@@ -270,11 +309,16 @@ class LoaderTrace:
 
         return name_of
 
-    def _missing(self) -> dict[str, tuple[int, int]]:
+    def _parts(self) -> dict[int, list[torch.Tensor]]:
+        """Return what a load writes, by address of the storage."""
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
         for traced in self.traces:
             for part in (*(copy.target for copy in traced.copies), *traced.zeros, *traced.computed):
                 parts[storage(part)].append(part)
+        return parts
+
+    def _missing(self) -> dict[str, tuple[int, int]]:
+        parts = self._parts()
         return {
             name: (missing_elements(each, parts[storage(each)]), each.numel())
             for name, each in sent_parameters(self.model)
@@ -304,7 +348,8 @@ def trace_of(model: Any, groups: tuple[FusingGroup, ...]) -> LoaderTrace:
     """Return the kept trace if it is of these groups, traced again if SGLang has replaced a tensor; else trace now."""
     kept: LoaderTrace | None = getattr(model, _KEPT, None)
     if kept and kept.groups == groups:
-        kept.refresh()
+        if not (kept.is_current and kept.knows_all_parameters):
+            kept.run()
         return kept
     made = LoaderTrace(model, groups)
     made.run()
@@ -324,7 +369,7 @@ def fingerprints(model: Any, _: None = None) -> dict[str, int]:
     Also "<group>/padding" -> elements that are not zero where the loader makes them zero.
     """
     kept: LoaderTrace | None = getattr(model, _KEPT, None)
-    if not kept or not kept.is_current:
+    if not kept or not kept.is_current or not kept.knows_all_parameters:
         return {}
     sums: dict[str, torch.Tensor] = {}
     for number, (traced, padding) in enumerate(zip(kept.traces, kept.padding, strict=True)):
@@ -332,6 +377,26 @@ def fingerprints(model: Any, _: None = None) -> dict[str, int]:
         if padding:
             sums[f"{number}/{PADDING}"] = torch.stack([(zeros != 0).sum() for zeros in padding]).sum()
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+
+
+@torch.no_grad()
+def other_tensors(model: Any, _: None = None) -> dict[str, int]:
+    """Return a fingerprint of each buffer, and each scale of the KV cache, that no sync fills: name and form -> number.
+
+    A rotary table, for example. The form is in the name, because SGLang makes some of them longer when it needs to.
+    """
+    filled = {storage(each) for _, each in kept_trace(model).filled_tensors()}
+    scales = {name: each for name, each in model.named_parameters() if name.endswith(SCALES_OF_KV_CACHE)}
+    return {
+        f"{name} ({each.dtype}, {list(each.shape)})": int(weighted_sum(each.contiguous().reshape(-1), (1,), 0))
+        for name, each in (dict(model.named_buffers()) | scales).items()
+        if storage(each) not in filled
+    }
+
+
+def parameter_addresses(model: Any) -> frozenset[int]:
+    """Return where the model's parameters lie. SGLang gives some of them another name as it needs them, and no other place."""
+    return frozenset(address(each) for each in model.parameters())
 
 
 def missing_elements(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> int:

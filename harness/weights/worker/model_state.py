@@ -1,4 +1,4 @@
-"""The tensors of a scheduler's model: which there are, 64-bit fingerprints of what they hold, and a fill with garbage.
+"""The tensors of a scheduler's model: which there are, and 64-bit fingerprints of what they hold.
 
 A fingerprint is computed where the weights are. The element at place p of a tensor counts bits * BASE**p, modulo 2**64.
 Such sums add up: the sums of an engine's ranks, each over its part of a tensor, make the sum of the whole tensor, and the
@@ -6,7 +6,6 @@ trainer's ranks get the same number from their shards without gathering anything
 shows, because BASE is odd. If many differ, the chance that they cancel is 2**-60.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,24 +23,6 @@ WRAP = 1 << 64
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22
 """Elements summed at a time: 32 MiB of products."""
-
-
-@torch.no_grad()
-def fill_model(model: Any, seed: str) -> None:
-    """Fill everything that a sync must bring with values uniform in (-0.5, 0.5), drawn from the seed.
-
-    The values are finite because a NaN in the logits would kill the sampler before anything is compared. Integers stay as
-    they are, and so do 8-bit floats that have no negative numbers.
-    """
-    for name, tensor in synced_tensors(model):
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest[:4], "little"))
-        if tensor.dtype in WEIGHTS_IN_8_BITS:  # torch draws none
-            for part in tensor.split(max(1, CHUNK // tensor[0].numel())):
-                drawn = torch.empty(part.shape, dtype=torch.float32, device=part.device)
-                part.copy_(drawn.uniform_(-0.5, 0.5, generator=generator))
-        elif tensor.is_floating_point() and tensor.itemsize > 1:
-            tensor.uniform_(-0.5, 0.5, generator=generator)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from tests.weights.verification.test_verification import difference
 
 ROLLOUTS: list[dict[str, float]] = [
     difference(mean).metrics()
-    | {"seconds/sync": 9.0, "seconds/verify_sentinel": 0.5, "seconds/verify_readback": 2 * mean}
+    | {"seconds/sync": 9.0, "seconds/verify_poison": 0.5, "seconds/verify_readback": 2 * mean}
     | {"sync_tensors": 27, "sync_tensors_compared": 27}
     for mean in (1e-6, 3e-6, 2e-6)
 ]
@@ -39,10 +39,10 @@ def test_off_claims_nothing() -> None:
 @pytest.mark.parametrize(("level", "done"), [("log_probs", False), ("bytes", True), ("full", True)])
 def test_the_verdict_claims_what_the_level_checked(level: str, done: bool) -> None:
     said = phrase(level)
-    assert said.startswith("3 weight syncs: ")
-    assert "after each, all 27 tensors in the engine equal the trainer's by fingerprint" in said
+    assert said.startswith("3 weight syncs onto poison: ")
+    assert "after each, and again after its rollout, all 27 tensors in the engine equal the trainer's" in said
     assert ("read back bit for bit" in said) == done
-    assert said.endswith("largest mean difference 3.0e-06, allowed 1e-05")
+    assert "largest mean log-prob difference 3.0e-06, allowed 1e-05 (an update that moves them less" in said
 
 
 def test_the_mismatch_of_precisions_stands_beside_that_of_the_first_load() -> None:
@@ -55,7 +55,7 @@ def test_the_mismatch_of_precisions_stands_beside_that_of_the_first_load() -> No
         "the fp8_block engine and the bfloat16 trainer differ by up to 3.0e-06 in the mean (2.0e-06 on its own" in said
     )
     verdict = verdict_phrase("bytes", "bytes", True, ROLLOUTS, ALLOWED, (), said)
-    assert verdict.endswith(f"; {said}, allowed 1e-05") and "largest mean difference" not in verdict
+    assert f"; {said}, allowed 1e-05" in verdict and "largest mean log-prob" not in verdict
     assert "bytes show arrival" in "\n".join(section("bytes", mismatch=said))
     unmeasured = mismatch_of_precisions("fp8_block", "bfloat16", ROLLOUTS, None)
     assert "reload" not in unmeasured and "not measured on a load of its own" in unmeasured
@@ -63,7 +63,7 @@ def test_the_mismatch_of_precisions_stands_beside_that_of_the_first_load() -> No
 
 def test_tensors_that_cannot_be_followed_are_counted() -> None:
     some = [each | {"sync_tensors_compared": 25} for each in ROLLOUTS]
-    assert "after each, 25 of 27 tensors in the engine equal" in phrase("log_probs", some)
+    assert "25 of 27 tensors in the engine equal" in phrase("log_probs", some)
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,17 @@ def test_what_was_not_possible_is_named_in_verdict_and_report_and_not_claimed(as
     said = f"{missing} not possible, as this engine cannot be asked what it holds; log-probs alone do not show a failed"
     assert said in verdict and f"- {said}" in report
     assert "rehearsed" not in verdict and "by fingerprint" not in verdict and "64-bit fingerprints" not in report
+    assert "poison" not in verdict
 
 
 def test_the_section_has_level_statistics_and_costs() -> None:
     lines = section("bytes", baseline=difference(4e-6), seconds={"sync": [0.25, 0.75], "verify_baseline": [2.0]})
-    assert lines[0].startswith('weights.verify = "bytes". After every sync, all that the engine holds was read back')
-    assert "- after each, all 27 tensors in the engine equal the trainer's by fingerprint" in lines
+    assert lines[0].startswith('weights.verify = "bytes". ') and "read back" in lines[0]
+    assert any("all 27 tensors in the engine equal the trainer's by fingerprint" in line for line in lines)
     assert "| mean | 4e-06 | 3e-06 | 1e-05 |" in lines
     assert "| sync | 2 | 0.500 | 0.750 |" in lines
     assert "| baseline | 1 | 2.000 | 2.000 |" in lines
-    assert "| sentinel | 3 | 0.500 | 0.500 |" in lines
+    assert "| poison | 3 | 0.500 | 0.500 |" in lines
     assert "| readback | 3 | 0.000 | 0.000 |" in lines
 
 

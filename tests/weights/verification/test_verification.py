@@ -1,19 +1,20 @@
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from harness.config.schema import Config
 from harness.runtime.events import EventLog
 from harness.weights.log_probs import LogProbDifference, PartDifference
-from harness.weights.verification.fingerprint import FingerprintComparison
 from harness.weights.verification.rehearsal import ReloadComparison
-from harness.weights.verification.reload import ReloadFindings
 from harness.weights.verification.verification import Level, NoBaseline, Verification, WeightsDidNotArrive
 from tests.cluster.gloo import on_ranks
+from tests.weights.toy_model import SHAPES, Toy, ToySync, layout_of, live_of, sent, sync_to
 
 
 class WithoutEngine(Verification):
@@ -157,29 +158,87 @@ def test_no_baseline_at_off_nor_of_random_weights(tmp_path: Path) -> None:
     assert random.why_no_baseline == "random weights are in no checkpoint"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "stale", "named"),
-    [
-        ((), [], ""),
-        (("lm_head.weight",), [], r"lm_head\.weight"),
-        ((), ["gate.copy, a copy of gate.weight"], "gate.copy, a copy of gate.weight"),
-    ],
-)
-def test_a_fingerprint_or_a_copy_that_differs_fails_the_run_and_is_named(
-    wrong: tuple[str, ...], stale: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync = SimpleNamespace(engine=SimpleNamespace(can_ask=True), weights=None, loader=None, unfilled=[])
-    checks = verification(tmp_path, sync=sync)
-    found = FingerprintComparison(tensors=2, left=(), compared=2, wrong=wrong)
-    monkeypatch.setattr("harness.weights.verification.verification.compare_fingerprints", lambda weights, loader: found)
-    monkeypatch.setattr("harness.weights.verification.verification.load_again", lambda *_: ReloadFindings())
+@pytest.fixture
+def toy(tmp_path: Path, alone: None) -> tuple[Verification, ToySync]:
+    """The checks of the default level around syncs to a model in this process."""
+    values = sent(3)
+    sync = sync_to(Toy(), live_of(values), layout_of(SHAPES))
+    return verification(tmp_path, sync=sync), sync
+
+
+def test_healthy_syncs_pass_and_count_what_was_compared(toy: tuple[Verification, ToySync]) -> None:
+    checks, sync = toy
+    for index in range(2):
+        checks.poison(index)
+        sync.update_engine()
+        checks.check_arrival(index)
+        checks.check_held(index)
+    assert checks.sync_metrics()["sync_tensors_compared"] == len(SHAPES) - 1, "one is rounded, and loaded again"
+
+
+def test_a_sync_that_brings_nothing_fails_though_the_trainer_has_not_moved(toy: tuple[Verification, ToySync]) -> None:
+    checks, sync = toy
+    sync.update_engine()
+    checks.check_arrival(0)
+    checks.poison(1)
+    with pytest.raises(WeightsDidNotArrive, match="step 1: after the sync the engine holds other weights: .*down"):
+        checks.check_arrival(1)
+
+
+def test_weights_that_change_after_the_check_are_named_after_the_rollout(toy: tuple[Verification, ToySync]) -> None:
+    checks, sync = toy
+    sync.update_engine()
+    checks.check_arrival(2)
+    sync.model.down.data[0, 0] += 1
+    with pytest.raises(WeightsDidNotArrive, match="step 2: after the rollout the engine holds other .*: down"):
+        checks.check_held(2)
+
+
+def test_a_buffer_that_no_sync_fills_must_stay_as_it_was(toy: tuple[Verification, ToySync]) -> None:
+    checks, sync = toy
+    sync.model.register_buffer("rotary", torch.ones(4), persistent=False)
+    sync.update_engine()
+    checks.check_arrival(0)
+    sync.model.rotary.mul_(1.02)
+    with pytest.raises(WeightsDidNotArrive, match="has changed what no sync fills: rotary"):
+        checks.check_held(0)
+    with pytest.raises(WeightsDidNotArrive, match="has changed what no sync fills: rotary"):
+        checks.check_arrival(1)
+
+
+def test_a_sender_that_sends_what_the_model_no_longer_holds_is_named_as_such(toy: tuple[Verification, ToySync]) -> None:
+    checks, sync = toy
+    held = {name: tensor.detach().clone() for name, tensor in sync.tensors.items()}
+    held["down.down.weight"].add_(1e-3)
+    sync.held_tensors = lambda: held  # type: ignore[method-assign]
+    sync.update_engine()
+    with pytest.raises(
+        WeightsDidNotArrive, match="sent other values than the trainer's model holds: down.down.weight$"
+    ):
+        checks.check_arrival(1)
+
+
+def test_a_copy_that_stayed_behind_is_named(toy: tuple[Verification, ToySync], monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, sync = toy
+    stale = ["gate.copy, a copy of gate.weight"]
     monkeypatch.setattr("harness.weights.verification.verification.describe_stale_copies", lambda engine: stale)
-    if not named:
-        checks.check_arrival(3)
-        assert checks.sync_metrics()["sync_tensors_compared"] == 2
-        return
-    with pytest.raises(WeightsDidNotArrive, match=rf"^step 3: .* other weights: {named}$"):
-        checks.check_arrival(3)
+    sync.update_engine()
+    with pytest.raises(WeightsDidNotArrive, match="other weights: gate.copy, a copy of gate.weight"):
+        checks.check_arrival(0)
+
+
+def test_keys_and_values_of_older_weights_are_named(
+    toy: tuple[Verification, ToySync], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks, sync = toy
+    sync.update_engine()
+    cached = "harness.weights.verification.verification.cached_prefix_tokens"
+    monkeypatch.setattr(cached, partial(lambda model, _, tokens: tokens, tokens=0))
+    monkeypatch.setattr(sync.engine, "ask", lambda function, argument=None: function(sync.model, argument))
+    checks.check_arrival(0)
+    monkeypatch.setattr(cached, partial(lambda model, _, tokens: tokens, tokens=580))
+    with pytest.raises(WeightsDidNotArrive, match="cache-not-flushed.: 580 tokens in that of rank 0"):
+        checks.check_arrival(1)
 
 
 def test_an_engine_that_cannot_be_asked_is_judged_by_log_probs_alone(tmp_path: Path) -> None:
@@ -187,7 +246,8 @@ def test_an_engine_that_cannot_be_asked_is_judged_by_log_probs_alone(tmp_path: P
     checks = verification(tmp_path, "full", sync=closed)
     assert checks.level == "log_probs" and not checks.reaches("bytes")
     checks.rehearse(0)
-    checks.check_arrival(0)
-    assert not checks.load_baseline() and "cannot be filled with garbage" in checks.why_no_baseline
+    checks.poison(0)
+    checks.check_held(0)
+    assert not checks.load_baseline() and "cannot be overwritten" in checks.why_no_baseline
     with pytest.raises(WeightsDidNotArrive, match="tensors cannot be read back from this engine$"):
         checks.check_log_probs(0, difference(1.0))

@@ -3,7 +3,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.weights.worker.model_state import fill_model, reset_scales_of_kv_cache, synced_tensors
+from harness.weights.worker.model_state import reset_scales_of_kv_cache, synced_tensors
 from harness.weights.worker.readback import held_tensors
 
 
@@ -50,20 +50,10 @@ def contents(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in synced_tensors(model)}
 
 
-def test_all_that_a_sync_must_bring_changes_and_nothing_else() -> None:
-    model = Model()
-    before = contents(model)
-    assert {"bias_of_router", "count", "attn.w_kc", "attn.kv_b_proj.weight", "norm.weight"} <= before.keys()
-    assert not {"rotary", "attn.scratch", "attn.w_vc"} & before.keys()
-    fill_model(model, "seed")
-    after = contents(model)
-    same = {name for name in before if torch.equal(before[name], after[name])}
-    assert same == {"count"}
-    for name in before.keys() - same:
-        assert (before[name] != after[name]).float().mean() > 0.9, name
-        assert after[name].isfinite().all() and after[name].abs().max() <= 0.5
-    assert model.rotary.eq(1).all() and model.attn.scratch.eq(1).all()
-    assert model.head.weight is model.embedding.weight
+def test_what_a_sync_must_bring() -> None:
+    names = contents(Model()).keys()
+    assert {"bias_of_router", "count", "attn.w_kc", "attn.kv_b_proj.weight", "norm.weight"} <= names
+    assert not {"rotary", "attn.scratch", "attn.w_vc"} & names
 
 
 class Quantized(nn.Module):
@@ -79,26 +69,9 @@ class Quantized(nn.Module):
         self.attn.v_scale = nn.Parameter(torch.tensor(1.0), requires_grad=False)
 
 
-def test_8_bit_weights_and_their_scales_become_garbage_and_scales_of_the_kv_cache_stay() -> None:
+def test_scales_of_the_kv_cache_are_not_synced_and_can_be_reset() -> None:
     model = Quantized()
     assert contents(model).keys() == {"weight", "weight_scale_inv"}
-    before = {name: tensor.detach().float().clone() for name, tensor in model.named_parameters()}
-    fill_model(model, "seed")
-    after = {name: tensor.detach().float() for name, tensor in model.named_parameters()}
-    same = {name for name in before if torch.equal(before[name], after[name])}
-    assert same == {"attn.k_scale", "attn.v_scale"}
     model.attn.k_scale.data.fill_(0.5)
     reset_scales_of_kv_cache(model)
     assert model.attn.k_scale == model.attn.v_scale == model.attn.k_scale_float == model.attn.v_scale_float == 1.0
-    weight = after["weight"]
-    assert weight.isfinite().all() and weight.abs().max() <= 0.5
-    assert len(weight.unique()) > 50 and (weight != before["weight"]).float().mean() > 0.9
-
-
-def test_the_same_seed_is_the_same_garbage() -> None:
-    one, other, third = Model(), Model(), Model()
-    for model, seed in ((one, "a"), (other, "a"), (third, "b")):
-        fill_model(model, seed)
-    assert all(torch.equal(a, b) for a, b in zip(contents(one).values(), contents(other).values(), strict=True))
-    assert not torch.equal(one.norm.weight, third.norm.weight)
-    assert not torch.equal(one.norm.weight, one.norm.bias)
