@@ -39,7 +39,9 @@ def test_three_steps_pass_and_every_sync_is_proven(quickstart: Job) -> None:
     assert [step["weight_version"] for step in steps[:3]] == [0, 1, 2] and steps[3]["final/weight_version"] == 3
     assert all(step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0 for step in steps[:3])
     assert steps[3]["final/sync_tensors_compared"] == steps[3]["final/sync_tensors"] == 27
-    (verdict,) = [line for line in quickstart.output().splitlines() if "PASSED: 3 PPO steps; 4 weight syncs onto poison: " in line]
+    (verdict,) = [
+        line for line in quickstart.output().splitlines() if "PASSED: 3 PPO steps; 4 weight syncs onto poison: " in line
+    ]
     assert "all 27 tensors in the engine equal the trainer's by fingerprint" in verdict
     assert verdict.endswith("; engine preset reproducible")
     (engine,) = [each for each in quickstart.events() if each["event"] == "engine"]

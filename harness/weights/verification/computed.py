@@ -6,6 +6,7 @@ the compute dtype. Log-probs in bfloat16 do not show a copy that is one update o
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import nn
@@ -21,9 +22,7 @@ def fingerprints_of_forward(model: nn.Module) -> Iterator[dict[str, int]]:
 
     model: sharded by FSDP2, unit by unit. Keys are the trainer's names.
     """
-    units: dict[str, nn.Module] = {
-        name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
-    }
+    units = {name: cast(nn.Module, each) for name, each in model.named_modules() if isinstance(each, FSDPModule)}
     names: dict[str, list[str]] = {unit: [] for unit in units}
     for name, tensor in named_tensors(model):
         if isinstance(tensor, nn.Parameter):
