@@ -51,10 +51,10 @@ class EngineLoader:
             )
         return found
 
-    def other_tensors(self) -> dict[int, dict[str, int]]:
-        """Return engine rank -> fingerprints of what no sync fills; see worker/coverage.py."""
+    def other_tensors(self, *, derived: bool = False) -> dict[int, dict[str, int]]:
+        """Return engine rank -> fingerprints of what no sync fills, or no copy; see worker/coverage.py."""
         with self.engine.weight_update():
-            by_rank = self.engine.group.all_gather(self.engine.ask(coverage.other_tensors))
+            by_rank = self.engine.group.all_gather(self.engine.ask(coverage.other_tensors, derived))
         return {place: by_rank[rank] for place, rank in enumerate(self.engine.group.ranks)}
 
     def poison(self, number: int) -> list[str]:

@@ -85,6 +85,8 @@ class Verification:
     """Fingerprints of what the last sync sent, and of the trainer's model at that time."""
     others: dict[int, dict[str, int]] = field(default_factory=dict)
     """Engine rank -> fingerprints of what no sync fills, as they were before the first one."""
+    after_sync: dict[int, dict[str, int]] = field(default_factory=dict)
+    """The same after the last sync, and of what the loader derives."""
     compared: FingerprintComparison | None = None
     """The last comparison of fingerprints."""
     reloaded: ReloadFindings = field(default_factory=ReloadFindings)
@@ -303,27 +305,19 @@ class Verification:
             refuse(self.sums.sent_otherwise, f"step {index}: the sync sent other values than the trainer's model holds")
             if not self.sync.engine.can_ask:
                 return
-            self.compared = compare_fingerprints(self.sync.weights, self.sync.loader, self.sums.sent)
-            self.reloaded = load_again(self.sync.weights, self.sync.loader, self.compared.left)
-            self.not_covered |= dict.fromkeys([*self.reloaded.not_covered, *self.sync.unfilled])
-            wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
-            stale = describe_stale_copies(self.sync.engine)
-            others, cached = self.changed_others(), self.cached_prefixes()
+            with self.sync.engine.weight_update():  # one session for all
+                self.compared = compare_fingerprints(self.sync.weights, self.sync.loader, self.sums.sent)
+                self.reloaded = load_again(self.sync.weights, self.sync.loader, self.compared.left)
+                wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
+                stale = describe_stale_copies(self.sync.engine)
+                self.after_sync = self.sync.loader.other_tensors(derived=True)
+                self.others = self.others or self.sync.loader.other_tensors()
+                cached = self.cached_prefixes()
+        self.not_covered |= dict.fromkeys([*self.reloaded.not_covered, *self.sync.unfilled])
+        others = changed(self.others, self.after_sync)
         refuse(wrong or self.reloaded.wrong or stale, f"{after} holds other weights")
         refuse(others, f"{after} has changed what no sync fills")
         refuse(cached, f"{after} has a prefix cache that is not empty (cache-not-flushed)")
-
-    def changed_others(self) -> list[str]:
-        """Return one sentence for each buffer and KV cache scale of the engine that is not as it was before the first sync."""
-        now = self.sync.loader.other_tensors()
-        self.others = self.others or now
-        changed: dict[str, list[str]] = {}
-        for rank, known in self.others.items():
-            for name, before in known.items():
-                if now[rank].get(name, before) != before:
-                    changed.setdefault(name, []).append(str(rank))
-        everyone = all_gather([f"{name} on engine rank {', '.join(ranks)}" for name, ranks in changed.items()])
-        return list(dict.fromkeys(sentence for each in everyone for sentence in each))
 
     def cached_prefixes(self) -> list[str]:
         """Return one sentence for each scheduler whose prefix cache has keys and values of older weights."""
@@ -360,11 +354,13 @@ class Verification:
         """
         if self.reaches("log_probs") and self.sync.engine.can_ask and self.sums:
             self.sync.engine.flush_cache()  # SGLang must be idle
-            with self.timed("held", index, "the schedulers' fingerprints of what they hold after the rollout"):
+            waiting = "the schedulers' fingerprints of what they hold after the rollout"
+            with self.timed("held", index, waiting), self.sync.engine.weight_update():
                 found = compare_fingerprints(self.sync.weights, self.sync.loader, self.sums.sent)
-                others = self.changed_others()
-            refuse(found.wrong, f"step {index}: after the rollout the engine holds other weights than the sync brought")
-            refuse(others, f"step {index}: after the rollout the engine has changed what no sync fills")
+                now = self.sync.loader.other_tensors(derived=True)
+            what = f"step {index}: after the rollout the engine"
+            refuse(found.wrong, f"{what} holds other weights than the sync brought")
+            refuse(changed(self.after_sync, now), f"{what} has changed what no sync fills, or what is derived")
 
     @contextmanager
     def check_computed(self, index: int, model: nn.Module) -> Iterator[None]:
@@ -456,6 +452,20 @@ class Verification:
     def timed(self, part: str, index: int | None = None, waiting_for: str = "") -> AbstractContextManager[None]:
         """Return the phase verify_<part> of the event log."""
         return self.events.phase(f"verify_{part}", index, waiting_for)
+
+
+def changed(before: Mapping[int, Mapping[str, int]], now: Mapping[int, Mapping[str, int]]) -> list[str]:
+    """Return one sentence for each tensor of an engine whose fingerprint is another one now. A collective call of all ranks.
+
+    before, now: engine rank -> fingerprints by name. One that is not there any more is left out: SGLang has replaced it.
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, known in before.items():
+        for name, fingerprint in known.items():
+            if now[rank].get(name, fingerprint) != fingerprint:
+                ranks.setdefault(name, []).append(str(rank))
+    everyone = all_gather([f"{name} on engine rank {', '.join(on)}" for name, on in ranks.items()])
+    return list(dict.fromkeys(sentence for each in everyone for sentence in each))
 
 
 def refuse(wrong: Sequence[str], sentence: str) -> None:

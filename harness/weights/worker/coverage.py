@@ -380,17 +380,23 @@ def fingerprints(model: Any, _: None = None) -> dict[str, int]:
 
 
 @torch.no_grad()
-def other_tensors(model: Any, _: None = None) -> dict[str, int]:
+def other_tensors(model: Any, derived: bool) -> dict[str, int]:
     """Return a fingerprint of each buffer, and each scale of the KV cache, that no sync fills: name and form -> number.
 
-    A rotary table, for example. The form is in the name, because SGLang makes some of them longer when it needs to.
+    A rotary table, for example. The form is in the name, because SGLang makes some of them longer when it needs to. derived: also
+    return those of the tensors that a loader derives, such as w_kc.
     """
-    filled = {storage(each) for _, each in kept_trace(model).filled_tensors()}
+    kept = kept_trace(model)
+    filled = {storage(each) for _, each in kept.filled_tensors()}
     scales = {name: each for name, each in model.named_parameters() if name.endswith(SCALES_OF_KV_CACHE)}
+    others = {
+        name: each for name, each in (dict(model.named_buffers()) | scales).items() if storage(each) not in filled
+    }
+    if derived:
+        others |= {name: each for name, each in derived_tensors(model).items() if name in kept.derived}
     return {
         f"{name} ({each.dtype}, {list(each.shape)})": int(weighted_sum(each.contiguous().reshape(-1), (1,), 0))
-        for name, each in (dict(model.named_buffers()) | scales).items()
-        if storage(each) not in filled
+        for name, each in others.items()
     }
 
 
