@@ -8,7 +8,6 @@ the first module whose output differs.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import get_args
 
 import torch.distributed as dist
 
@@ -25,11 +24,11 @@ from harness.tools.mismatch.baseline import Baseline, Measured
 from harness.tools.mismatch.changes import Changes
 from harness.tools.mismatch.early_servers import EarlyServers, cloned
 from harness.tools.mismatch.operators import first_difference
-from harness.tools.mismatch.scoring import How, calling, engine_scores, sequences_of
 from harness.tools.mismatch.serving import Serving, serving_of
 from harness.tools.mismatch.sources import engine_changes, trainer_changes
 from harness.tools.mismatch.standalone import Row, standalone_program
 from harness.train import start_record
+from harness.weights.verification.engine_scores import FROM_EMPTY, calling, engine_scores, sequences_of
 from harness.weights.verification.verification import WeightsDidNotArrive
 
 ANSWER, PROGRAM = "mismatch.json", "mismatch_repro.py"
@@ -77,7 +76,7 @@ def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
         batch = parts.generate(0)
     scored = {}
     with run.events.phase("engine_scores", waiting_for="the engine to score the same tokens by prefill"):
-        for how in get_args(How):
+        for how in FROM_EMPTY:
             found = engine_scores(parts.engine.group, calling(parts.engine), batch, how)
             if wrong := [each for some in all_gather(found.wrong_tokens) for each in some]:
                 raise Found(f"SOURCE: tokens: engine and trainer do not score the same ones: {wrong[0]}")
