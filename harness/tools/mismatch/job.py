@@ -29,6 +29,7 @@ from harness.tools.mismatch.sources import engine_changes, trainer_changes
 from harness.tools.mismatch.standalone import Row, standalone_program
 from harness.train import start_record
 from harness.weights.verification.engine_scores import FROM_EMPTY, calling, engine_scores, sequences_of
+from harness.weights.verification.snapshot import snapshot_weights
 from harness.weights.verification.verification import WeightsDidNotArrive
 
 ANSWER, PROGRAM = "mismatch.json", "mismatch_repro.py"
@@ -40,11 +41,7 @@ def find_mismatch(run: RunContext) -> str:
     run, inputs = read_inputs(run)
     run = replace(run, config=without_learning(run.config))
     parts = build(replace(run, servers=cloned(run.servers) or run.servers), inputs, record)
-    try:
-        parts.sync_weights(0)
-    except WeightsDidNotArrive as error:
-        raise Found(f"SOURCE: weights: {error}") from error
-    run.events.say("weights: the engine's fingerprints equal the trainer's")
+    run.events.say(f"weights: the engine's fingerprints equal the trainer's{prove_weights(parts)}")
     measured, rows = measure_tokens(run, parts)
     meshes = build_meshes(run.dims, run.world.device.type)
     baseline = Baseline(run=run, inputs=inputs, parts=parts, meshes=meshes, measured=measured)
@@ -57,6 +54,28 @@ def find_mismatch(run: RunContext) -> str:
     if answer.agrees:
         return f"PASSED: {answer.sentence()}"
     raise Found(answer.sentence())
+
+
+def prove_weights(parts: Ppo) -> str:
+    """Sync the weights as the run does. Return the end of a sentence on what they equal besides the trainer's.
+
+    Where SGLang can load the model's own checkpoint, what it holds then is compared with what the sync leaves: fingerprints are
+    of what is sent, and would not show a sender that rounds it. Raise Found if the weights differ.
+    """
+    verification = parts.verification
+    assert verification and parts.memory and parts.engine
+    if has_loaded := verification.load_baseline():
+        if parts.engine.can_ask:
+            verification.own_checkpoint = snapshot_weights(parts.engine)
+        parts.memory.release_all()
+    try:
+        parts.sync_weights(0)
+    except WeightsDidNotArrive as error:
+        raise Found(f"SOURCE: weights: {error}") from error
+    if has_loaded and parts.engine.can_ask:
+        return f", and what SGLang itself loads from {verification.source}"
+    why = verification.why_no_baseline or "this engine cannot be asked what it holds"
+    return f"; they were not compared with SGLang's own load of the checkpoint, as {why}"
 
 
 def without_learning(config: Config) -> Config:

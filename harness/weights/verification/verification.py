@@ -141,6 +141,8 @@ class Verification:
         if self.why_no_baseline:
             if self.reaches("log_probs"):
                 then = "what passes is measured on the first rollout"
+                if self.is_fp8 or self.config.model.dtype == "float32":
+                    then = f"up to {self.allowed.mean:.2g} passes"
                 self.events.say(f"no baseline of the log-prob difference, as {self.why_no_baseline}: {then}")
             return False
         if self.config.engine.initial_weights == "dummy":
