@@ -41,8 +41,9 @@ from harness.trainer.learner import Learner
 from harness.trainer.over_ranks import all_sum, token_mean
 from harness.trainer.routing import scatter_routing
 from harness.trainer.saved_rollouts import SavedRollouts
-from harness.weights.log_probs import BASELINE_TOKENS, LEAST_TOKENS, log_prob_difference, merge
+from harness.weights.log_probs import BASELINE_TOKENS, LEAST_TOKENS, log_prob_difference
 from harness.weights.sync import WeightSync
+from harness.weights.verification.second_look import Scored
 from harness.weights.verification.verification import Verification
 
 
@@ -245,7 +246,8 @@ class Ppo:
             with self.events.phase("verify_log_probs", index):
                 difference = log_prob_difference(batch.require("rollout_log_probs"), old, batch.response_mask)
             if self.verification:
-                self.verification.check_log_probs(index, difference)
+                scored = Scored(batches=[batch], trained=[old], actor=self.actor)
+                self.verification.check_log_probs(index, difference, scored)
         return batch.replace(old_log_probs=old), {
             "rollout_entropy": token_mean(entropy, batch),
             **difference.metrics(),
@@ -302,7 +304,7 @@ class Ppo:
     def take_baseline(self) -> None:
         """Before the first step: measure how far engine and trainer are apart on the same weights, the model's own checkpoint.
 
-        Raise NoBaseline if they are too far apart for a later difference to prove anything.
+        Raise NoBaseline if they are further apart than rounding explains.
         """
         assert self.memory and self.actor and self.verification
         with self.events.phase("load_baseline", waiting_for="the engine to load the model's own checkpoint from disk"):
@@ -319,13 +321,9 @@ class Ppo:
             self.verification.find_copies()
             self.memory.release_all()
             with self.actor.on_device():
-                log_probs = [self.actor.log_probs(batch)[0] for batch in batches]
-        differences = []
-        for batch, trainers in zip(batches, log_probs, strict=True):
-            with self.events.phase("verify_log_probs"):
-                engines = batch.require("rollout_log_probs")
-                differences.append(log_prob_difference(engines, trainers, batch.response_mask))
-        self.verification.set_baseline(merge(differences))
+                trained = [self.actor.log_probs(batch)[0] for batch in batches]
+        with self.events.phase("verify_log_probs"):
+            self.verification.set_baseline(Scored(batches=batches, trained=trained, actor=self.actor))
 
     def final_check(self, index: int) -> Metrics:
         """After the last step: sync its update too, and check it by one more rollout, without an update."""

@@ -91,14 +91,22 @@ def read_weight_versions(meta_info: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_weight_version(responses: Sequence[Response], expected: str) -> None:
-    """Raise StaleWeights if a response was generated with other weights than those of this version."""
+    """Raise StaleWeights if a response was generated with other weights than those of this version.
+
+    Raise EngineFailed if it names a version that no sync gives, such as SGLang's "default": which weights those were is not known.
+    """
     for number, response in enumerate(responses):
-        if set(response.weight_versions) - {expected}:
-            raise StaleWeights(
-                f"response {number} of this rank was generated with the weights of version"
-                f" {', '.join(response.weight_versions)}, but this step's sync brought version {expected}: the weights are"
-                " stale; let nothing generate while weights are updated"
-            )
+        others = [version for version in response.weight_versions if version != expected]
+        if not others:
+            continue
+        said = f"response {number} of this rank says that it was generated with the weights of version"
+        said += f" {', '.join(response.weight_versions)}, but this step's sync brought version {expected}:"
+        if any(version.isdecimal() for version in others):
+            raise StaleWeights(f"{said} the weights are stale; let nothing generate while weights are updated")
+        raise EngineFailed(
+            f"{said} no sync gave that name. The engine did not record the version that it was told, or these are weights from before"
+            " the first sync; whether they are stale is not known"
+        )
 
 
 def read_routed_experts(

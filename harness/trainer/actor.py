@@ -18,6 +18,7 @@ from harness.trainer.losses import (
     log_probs_from_logits,
     policy_loss,
 )
+from harness.trainer.model import computing_in
 from harness.trainer.packing import align, model_inputs
 from harness.trainer.routing import Routers
 
@@ -37,9 +38,13 @@ def token_log_probs(
     return align(log_probs, batch, packed), align(entropy, batch, packed)
 
 
-def policy_log_probs(policy: ShardedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies, [B, T], of the rank's batch, without gradient. A collective call."""
-    temperature, packed = policy.config.rollout.temperature, policy.config.model.packed
+def policy_log_probs(policy: ShardedModel, batch: Batch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies, [B, T], of the rank's batch, without gradient. A collective call.
+
+    temperature: None for that of sampling.
+    """
+    temperature = policy.config.rollout.temperature if temperature is None else temperature
+    packed = policy.config.model.packed
     log_probs, entropy = policy.compute(
         lambda part: token_log_probs(policy.model, part, temperature, packed=packed), batch, policy.config.actor
     )
@@ -68,6 +73,17 @@ class Actor(Learner):
         super().__init__(model, config, mesh, device)
         self.routers = Routers(model) if config.rollout.routing != "off" else None
         self._replays = config.rollout.routing == "replay"
+
+    def computing_in(self, dtype: torch.dtype) -> "Actor":
+        """Return a second actor that computes in another dtype on the values that this one computes with; see model.computing_in.
+
+        A collective call. It takes as much memory as the parameters in that dtype, and is not for training.
+        """
+        config = self.config.model
+        held = getattr(torch, config.dtype)
+        with self.on_device():
+            model = computing_in(self.model, dtype, held, self.mesh, self.device, config.packed)
+        return Actor(model, self.config, self.mesh, self.device)
 
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, [B, T]; see policy_log_probs. In a replay tokens take the engine's experts."""

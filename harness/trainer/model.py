@@ -5,6 +5,7 @@ a generator. Those of a checkpoint are read by rank 0 into host memory, and torc
 reads with from_pretrained, since files and memory differ: transformers keeps experts fused that files hold one by one.
 """
 
+import copy
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -20,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
 from harness.config.layers import ConfigError
+from harness.trainer.offload import local
 from harness.trainer.packing import PACKED_EAGER, PACKED_SDPA
 from harness.trainer.rows import own_rows
 
@@ -80,6 +81,33 @@ def load_causal_lm(
         if value_head:
             fill_random(model, config, seed, only=VALUE_HEAD)
     return model
+
+
+@torch.no_grad()
+def computing_in(
+    model: nn.Module,
+    dtype: torch.dtype,
+    held: torch.dtype,
+    mesh: DeviceMesh,
+    device: torch.device,
+    packed: bool = False,
+) -> nn.Module:
+    """Return a second model with the shards of a causal language model, whose forward computes in another dtype.
+
+    held: the dtype in which `model` computes. Its parameters are rounded to it first, so that both compute on the same values.
+    It has no gradient checkpointing. flash_attention_2 has no float32, so the second model's attention is then another one.
+    """
+    config: Any = copy.deepcopy(model.config)
+    attention = config._attn_implementation
+    if attention == "flash_attention_2":
+        attention, _ = choose_attention(config, "auto", packed)
+    backbone, second = build_on_meta(config, dtype, attention)
+    shard(second, decoder_layers(backbone), mesh, dtype)
+    allocate(second, device)
+    for (_, into), (_, tensor) in zip(named_tensors(second), named_tensors(model), strict=True):
+        values = local(tensor)
+        local(into).copy_(values.to(held) if isinstance(tensor, nn.Parameter) else values)
+    return second
 
 
 def build_on_meta(
@@ -285,18 +313,18 @@ def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str
     for name, tensor in named_tensors(model):
         if only not in (None, name):
             continue
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        values = local(tensor)
         first_row = own_rows(tensor).start
         key = f"{seed}/{name}"
         if tensor.ndim == 1:
-            whole = _normal(tuple(tensor.shape), key, local.device) * 0.1 + (
+            whole = _normal(tuple(tensor.shape), key, values.device) * 0.1 + (
                 1.0 if name.endswith("norm.weight") else 0.0
             )
-            local.copy_(whole[first_row : first_row + local.shape[0]])
+            values.copy_(whole[first_row : first_row + values.shape[0]])
             continue
         std = (sizes.hidden_size + 1) ** -0.5 if name == VALUE_HEAD else getattr(sizes, "initializer_range", 0.02)
-        for start, block in random_rows(tensor.shape, first_row, local.shape[0], key, local.device):
-            local[start : start + len(block)] = block * std
+        for start, block in random_rows(tensor.shape, first_row, values.shape[0], key, values.device):
+            values[start : start + len(block)] = block * std
 
 
 def random_rows(

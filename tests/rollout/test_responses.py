@@ -1,6 +1,7 @@
 """What SGLang's answers become: tokens, log-probs, whether cut off, and what becomes of an aborted one."""
 
 from base64 import b64encode
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -117,3 +118,7 @@ def test_a_response_of_other_weights_is_stale() -> None:
     check_weight_version(read_responses([{"meta_info": made}]), "3")  # a release that does not tell
     with pytest.raises(StaleWeights, match=r"response 1 .* version 2, 3, but this step's sync brought version 3"):
         check_weight_version([fresh, mixed], "3")
+    unnamed = replace(fresh, weight_versions=("default",))
+    with pytest.raises(EngineFailed, match="version default, .* whether they are stale is not known") as caught:
+        check_weight_version([unnamed], "3")
+    assert not isinstance(caught.value, StaleWeights)

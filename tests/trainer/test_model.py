@@ -50,6 +50,16 @@ def test_log_probs_are_those_of_the_whole_unpadded_model(measurements: Measureme
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_second_model_computes_in_float32_on_the_values_of_one_in_bfloat16(
+    measurements: Measurements, name: str
+) -> None:
+    for rank in measurements:
+        measured = rank[f"log_probs/{name}"]
+        assert measured["rounding"] > 1e-3 and measured["in_float32"] < 1e-5
+        assert measured["held"] == 0, "rounded to what the first one computes with"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_values_are_those_of_the_whole_backbone(measurements: Measurements, name: str) -> None:
     for rank in measurements:
         assert rank[f"log_probs/{name}"]["values"] < 1e-5

@@ -20,7 +20,7 @@ from harness.task.tiny_models import tiny_config, tiny_model
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic
-from harness.trainer.model import ValueModel, load_causal_lm, named_tensors, tied_names
+from harness.trainer.model import ValueModel, computing_in, load_causal_lm, named_tensors, tied_names
 from tests.trainer.sequences import advantage_batch, sequences
 from tests.trainer.training import train
 
@@ -97,6 +97,10 @@ def with_sgd(learner: Any) -> None:
     learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=learner.updates.learning_rate)
 
 
+def in_float32(model: nn.Module, held: torch.dtype, mesh: DeviceMesh) -> nn.Module:
+    return computing_in(model, torch.float32, held, mesh, CPU)
+
+
 def measure_log_probs(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model = load_causal_lm(path, torch.float32, CPU, mesh)
@@ -116,6 +120,17 @@ def measure_log_probs(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, An
         "weights": furthest(wholes(model), {n: t for n, t in plain.state_dict().items() if n not in tied_names(model)}),
         "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
     }
+    narrow = load_causal_lm(path, torch.float32, CPU, mesh, compute_dtype=torch.bfloat16)
+    rounded, exact = (
+        new_actor(each, mesh).log_probs(local)[0] for each in (narrow, in_float32(narrow, torch.float32, mesh))
+    )
+    result["rounding"] = float((rounded - expected)[mask].abs().max())
+    result["in_float32"] = float((exact - expected)[mask].abs().max())
+    held = {name: each.bfloat16().float() for name, each in wholes(narrow).items() if "bias" not in name}
+    second = {
+        name: each for name, each in wholes(in_float32(narrow, torch.bfloat16, mesh)).items() if "bias" not in name
+    }
+    result["held"] = furthest(held, second)
     value_model = load_value_model(path, torch.float32, mesh)
     critic = Critic(value_model, schema.Config(), mesh, CPU)
     backbone, head = AutoModel.from_pretrained(path, dtype=torch.float32), whole(value_model.value_head.weight)

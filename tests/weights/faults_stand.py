@@ -134,7 +134,7 @@ class Stand:
         with torch.no_grad():
             ours, _ = token_log_probs(self.model, batch, temperature=1.0)
         found = log_prob_difference(theirs, ours, batch.response_mask)
-        return [f"log-probs: {phrase}" for phrase in Allowed.of("float32", None).violations(found)]
+        return [f"log-probs: {phrase}" for phrase in Allowed.of(None).violations(found)]
 
     def synced(self, sync: WeightSync) -> list[str]:
         """Change all weights, sync; what readback and log-probs then say."""

@@ -37,6 +37,8 @@ ENGINE = ("EngineFailed", "EngineRefused")
 GPU = ("OutOfMemoryError", "CUDAError", "AcceleratorError")
 """Errors of a GPU: the engine's too, except in a phase in which only the trainer works."""
 ARRIVAL = ("WeightsDidNotArrive", "NoBaseline")
+ALLOWED = ("trainer_rounding", "log_prob_baseline")
+"""Events that say which difference of log-probs passes."""
 STEP_PHASES = ("resume_weights", "sync", "resume_kv_cache", "generate", "release", "old_log_probs", "update_actor")
 ORDER = ("meet", "start_engine", "first_release", "build_trainer", *STEP_PHASES, "shutdown")
 LEARNING = ("reference_log_probs", "values", "advantages", "update_critic", "free_caches")
@@ -381,18 +383,19 @@ def _class_name(error: str) -> str:
 
 
 def allowed(subject: Subject, takes_baseline: bool = True) -> str:
-    """Return the mean log-prob difference: by the run's baseline where it took one, else what is healthy without.
+    """Return the mean log-prob difference: what the run allowed where it measured that, else what is healthy anywhere.
 
-    takes_baseline: whether the run's own applies, which was taken with a trainer on the same device.
+    takes_baseline: whether the run's own applies, which was measured with a trainer on the same device.
     """
-    from harness.weights.log_probs import FLOOR_WITHOUT_BASELINE  # imports torch
+    from harness.weights.log_probs import FLOOR, JUMPS, LARGEST_BASELINE  # imports torch
 
     model = subject.config.model
     precision = model.dtype if model.rollout_precision == "same" else model.rollout_precision
     if subject.config.weights.verify == "off":
         return 'float("inf")'
-    baselines = [each for each in subject.events if takes_baseline and each["event"] == "log_prob_baseline"]
-    return f"{baselines[0]['allowed'] if baselines else FLOOR_WITHOUT_BASELINE[precision]:.2g}"
+    measured = [each for each in subject.events if takes_baseline and each["event"] in ALLOWED]
+    anywhere = {"float32": FLOOR["float32"], "fp8_block": LARGEST_BASELINE["fp8_block"]}.get(precision, JUMPS)
+    return f"{measured[0]['allowed'] if measured else anywhere:.2g}"
 
 
 def device_of(subject: Subject) -> Literal["cpu", "cuda"]:

@@ -20,10 +20,11 @@ from harness.tools.mismatch import operators, recording, routers
 from harness.tools.mismatch.answer import Rounding, Source
 from harness.tools.mismatch.operators import Compared
 from harness.tools.mismatch.recording import COARSE, Outputs
-from harness.tools.mismatch.scoring import SAMPLING, Call, How, calling, engine_scores, trainer_scores
+from harness.tools.mismatch.scoring import trainer_scores
 from harness.tools.mismatch.sources import ENGINE_ROUTER
 from harness.trainer.batch import Batch, from_sequences
-from harness.weights.log_probs import LogProbDifference, log_prob_difference
+from harness.weights.log_probs import FLOOR, LogProbDifference, log_prob_difference
+from harness.weights.verification.engine_scores import SAMPLING, Call, How, calling, engine_scores
 
 DECODE = "decode"
 WEIGHTS, SENT = "weights", "weights-sent"
@@ -114,12 +115,10 @@ class Baseline:
 
     def without_restart(self) -> list[Source]:
         """Return the sources for which neither engine nor trainer has to be built again."""
-        own, decode, scored = self.own, self.measured.decode, self.measured.prefill
+        own, scored = self.own, self.measured.prefill
         temperature, sources = self.run.config.rollout.temperature, list[Source]()
         if temperature != 1:
-            how = f"trainer at {temperature:g} -> at 1"
-            at_1 = self.apart(decode, own)
-            sources.append(Source(name="temperature", how=how, before=self.reported, after=at_1))
+            sources.append(self._temperature(temperature))
         return [
             *sources,
             Source(name=DECODE, how="decode -> prefill", before=self.decode, after=self.prefill, breadth=1),
@@ -143,6 +142,17 @@ class Baseline:
                 after=self.apart(scored["together"], self.trained(alone=True)),
             ),
         ]
+
+    def _temperature(self, temperature: float) -> Source:
+        """Return what is left of the difference of decoding if both sides are at temperature 1."""
+        if self.apart(self.own, self.at_temperature).mean <= FLOOR["float32"]:
+            # What the engine reported is at another temperature than anything that this trainer computes. Prefill is at 1.
+            how = f"the trainer's log-probs are the same at {temperature:g} and at 1 -> both at 1, in prefill"
+            return Source(name="temperature", how=how, before=self.reported, after=self.prefill)
+        how = f"trainer at {temperature:g} -> at 1"
+        return Source(
+            name="temperature", how=how, before=self.reported, after=self.apart(self.measured.decode, self.own)
+        )
 
     # Outputs of modules
 

@@ -8,7 +8,6 @@ the first module whose output differs.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import get_args
 
 import torch.distributed as dist
 
@@ -25,11 +24,12 @@ from harness.tools.mismatch.baseline import Baseline, Measured
 from harness.tools.mismatch.changes import Changes
 from harness.tools.mismatch.early_servers import EarlyServers, cloned
 from harness.tools.mismatch.operators import first_difference
-from harness.tools.mismatch.scoring import How, calling, engine_scores, sequences_of
 from harness.tools.mismatch.serving import Serving, serving_of
 from harness.tools.mismatch.sources import engine_changes, trainer_changes
 from harness.tools.mismatch.standalone import Row, standalone_program
 from harness.train import start_record
+from harness.weights.verification.engine_scores import FROM_EMPTY, calling, engine_scores, sequences_of
+from harness.weights.verification.snapshot import snapshot_weights
 from harness.weights.verification.verification import WeightsDidNotArrive
 
 ANSWER, PROGRAM = "mismatch.json", "mismatch_repro.py"
@@ -41,11 +41,7 @@ def find_mismatch(run: RunContext) -> str:
     run, inputs = read_inputs(run)
     run = replace(run, config=without_learning(run.config))
     parts = build(replace(run, servers=cloned(run.servers) or run.servers), inputs, record)
-    try:
-        parts.sync_weights(0)
-    except WeightsDidNotArrive as error:
-        raise Found(f"SOURCE: weights: {error}") from error
-    run.events.say("weights: the engine's fingerprints equal the trainer's")
+    run.events.say(f"weights: the engine's fingerprints equal the trainer's{prove_weights(parts)}")
     measured, rows = measure_tokens(run, parts)
     meshes = build_meshes(run.dims, run.world.device.type)
     baseline = Baseline(run=run, inputs=inputs, parts=parts, meshes=meshes, measured=measured)
@@ -58,6 +54,28 @@ def find_mismatch(run: RunContext) -> str:
     if answer.agrees:
         return f"PASSED: {answer.sentence()}"
     raise Found(answer.sentence())
+
+
+def prove_weights(parts: Ppo) -> str:
+    """Sync the weights as the run does. Return the end of a sentence on what they equal besides the trainer's.
+
+    Where SGLang can load the model's own checkpoint, what it holds then is compared with what the sync leaves: fingerprints are
+    of what is sent, and would not show a sender that rounds it. Raise Found if the weights differ.
+    """
+    verification = parts.verification
+    assert verification and parts.memory and parts.engine
+    if has_loaded := verification.load_baseline():
+        if parts.engine.can_ask:
+            verification.own_checkpoint = snapshot_weights(parts.engine)
+        parts.memory.release_all()
+    try:
+        parts.sync_weights(0)
+    except WeightsDidNotArrive as error:
+        raise Found(f"SOURCE: weights: {error}") from error
+    if has_loaded and parts.engine.can_ask:
+        return f", and what SGLang itself loads from {verification.source}"
+    why = verification.why_no_baseline or "this engine cannot be asked what it holds"
+    return f"; they were not compared with SGLang's own load of the checkpoint, as {why}"
 
 
 def without_learning(config: Config) -> Config:
@@ -77,7 +95,7 @@ def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
         batch = parts.generate(0)
     scored = {}
     with run.events.phase("engine_scores", waiting_for="the engine to score the same tokens by prefill"):
-        for how in get_args(How):
+        for how in FROM_EMPTY:
             found = engine_scores(parts.engine.group, calling(parts.engine), batch, how)
             if wrong := [each for some in all_gather(found.wrong_tokens) for each in some]:
                 raise Found(f"SOURCE: tokens: engine and trainer do not score the same ones: {wrong[0]}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from harness.weights.log_probs import Allowed, LogProbDifference, Precision
+from harness.weights.log_probs import FACTOR, Allowed, LogProbDifference, Precision
 
 Metrics = Mapping[str, float]
 """Of one rollout, with Verification.sync_metrics of the sync before it."""
@@ -26,6 +26,7 @@ SENTENCES = {
 WITHOUT_FINGERPRINTS = "After every sync, the log-probs of the engine's responses were compared with the trainer's."
 STATISTICS = (
     ("mean", "mean", "mean"),
+    ("mean of the three quarters that differ least", "bulk", "bulk"),
     ("worst sequence", "worst_sequence_bulk", "sequence"),
     ("worst response position", "worst_position_bulk", "position"),
 )
@@ -54,7 +55,7 @@ def verdict_phrase(
         return f'{syncs}, not verified (weights.verify = "off"): {found}'
     phrases = "; ".join([*PHRASES.get(level, ()), what_was_compared(level, asked, can_ask, rollouts, not_covered)])
     differ = mismatch or f"largest mean log-prob difference {largest:.1e}"
-    return f"{syncs}: {phrases}; {differ}, allowed {allowed.mean:.2g} (an update that moves them less does not show in them)"
+    return f"{syncs}: {phrases}; {differ}, allowed {allowed}; log-probs do not show an update that moves them less"
 
 
 def mismatch_of_precisions(
@@ -136,6 +137,11 @@ def report_section(
     if mismatch:
         why = "That is what the precision costs, so log-probs show only gross failures here; bytes show arrival."
         lines += [f"{mismatch[0].upper()}{mismatch[1:]}. {why}", ""]
+    if allowed.rounding and level != "off":
+        loses = (
+            f"The trainer's log-probs in half precision are {allowed.rounding:.1e} from its own in float32, in the mean"
+        )
+        lines += [f"{loses}. Up to {FACTOR:g} times that passes, see harness/weights/log_probs.py.", ""]
     lines += [
         f"| log-prob difference, nats | baseline | largest of {len(rollouts)} syncs | allowed |",
         "|---|---|---|---|",

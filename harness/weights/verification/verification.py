@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 from harness.cluster.world import World, all_gather
@@ -29,9 +31,10 @@ from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.served_models import DRAFT
 from harness.rollout.sglang_api.prefix_cache import cached_prefix_tokens
 from harness.runtime.events import EventLog
-from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, Allowed, LogProbDifference, Precision
+from harness.weights.log_probs import FACTOR, FLOOR, LARGEST_BASELINE, Allowed, LogProbDifference, Precision
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
+from harness.weights.tensor_view import loses_precision
 from harness.weights.verification.computed import fingerprints_of_forward
 from harness.weights.verification.fingerprint import (
     FingerprintComparison,
@@ -44,8 +47,10 @@ from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
 from harness.weights.verification.rehearsal import ReloadComparison, compare_with_reload
 from harness.weights.verification.reload import ReloadFindings, load_again
+from harness.weights.verification.second_look import Scored
 from harness.weights.verification.snapshot import Snapshot, changed_tensors, snapshot_weights
 from harness.weights.verification.summary import mismatch_of_precisions, report_section, verdict_phrase
+from harness.weights.worker.coverage import LoadCoverage
 from harness.weights.worker.kept_copies import find_copies
 
 Level = Literal["off", "log_probs", "bytes", "full"]
@@ -59,7 +64,7 @@ class WeightsDidNotArrive(RuntimeError):
 
 
 class NoBaseline(RuntimeError):
-    """Engine and trainer compute differently on the same weights: a difference after a sync would prove nothing."""
+    """Engine and trainer are further apart on the same weights than rounding explains: a difference after a sync would prove nothing."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,6 +81,12 @@ class Verification:
     prompts: Sequence[Sequence[int]]
     """Token ids, for reloads."""
     baseline: LogProbDifference | None = None
+    rounding: LogProbDifference | None = None
+    """How far the trainer is from itself in float32, or, for an engine that holds tensors in a narrower dtype, in that one."""
+    narrower: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """float32: the tensors that the engine holds in a narrower dtype by its class, if they were needed to explain a difference."""
+    agreed: int = 0
+    """How many rollouts agreed so far."""
     why_no_baseline: str = ""
     own_checkpoint: Snapshot | None = None
     """bytes: what SGLang itself loaded from the model's own checkpoint, until a sync has matched it."""
@@ -110,8 +121,15 @@ class Verification:
 
     @property
     def allowed(self) -> Allowed:
-        """The differences of log-probs that pass."""
-        return Allowed.of(self.precision, self.baseline, has_experts=self.precision == "float16" and self.has_experts)
+        """The differences of log-probs that pass. In half precision that is known when the first ones were compared."""
+        if self.is_fp8:
+            return Allowed.of_fp8(self.baseline)
+        return Allowed.of(self.rounding, has_experts=self.has_experts)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the engine computes in another precision than the trainer."""
+        return self.precision != self.config.model.dtype
 
     @property
     def has_experts(self) -> bool:
@@ -136,8 +154,10 @@ class Verification:
         self.why_no_baseline = self._why_no_baseline()
         if self.why_no_baseline:
             if self.reaches("log_probs"):
-                allowed = f"differences of up to {self.allowed.mean:.2g} pass"
-                self.events.say(f"no baseline of the log-prob difference, as {self.why_no_baseline}: {allowed}")
+                then = "what passes is measured on the first rollout"
+                if self.is_fp8 or self.config.model.dtype == "float32":
+                    then = f"up to {self.allowed.mean:.2g} passes"
+                self.events.say(f"no baseline of the log-prob difference, as {self.why_no_baseline}: {then}")
             return False
         if self.config.engine.initial_weights == "dummy":
             self.memory.resume_weights()
@@ -170,24 +190,76 @@ class Verification:
         blind = sorted({host for host, found in seen if not found})
         return f"the model's folder is not on {', '.join(blind)}" if blind and any(found for _, found in seen) else ""
 
-    def set_baseline(self, difference: LogProbDifference) -> None:
-        """Keep the difference on the model's own checkpoint. Raise NoBaseline if it is too large."""
-        self.baseline = difference
-        self.events.fact("log_prob_baseline", **difference.metrics(), allowed=self.allowed.mean)
-        model = self.config.model
-        costs = (
-            "" if self.precision == model.dtype else f" ({self.precision} against {model.dtype}; bytes show arrival)"
-        )
+    def set_baseline(self, scored: Scored) -> None:
+        """Keep the difference on the model's own checkpoint. Raise NoBaseline if rounding does not explain it.
+
+        A collective call of all ranks; the engine's memory is released.
+        """
+        self.baseline = difference = scored.difference()
+        self.measure_rounding(scored, difference)
+        allowed = self.allowed
+        self.events.fact("log_prob_baseline", **difference.metrics(), allowed=allowed.mean)
+        costs = f" ({self.precision} against {self.config.model.dtype}; bytes show arrival)" if self.is_fp8 else ""
         self.events.say(
-            f"unchanged weights: the log-probs of engine and trainer differ by {difference.mean:.1e} on average{costs}; after a"
-            f" sync they may differ by up to {self.allowed.mean:.2g}"
+            f"unchanged weights: the log-probs of engine and trainer differ by {difference.mean:.1e} on average{costs};"
+            f" {self.what_passes()}"
         )
-        if not difference.mean <= (largest := LARGEST_BASELINE[self.precision]):
+        largest = LARGEST_BASELINE[self.precision]
+        wrong = [] if self.is_fp8 else allowed.violations(difference)
+        if wrong or not difference.mean <= largest:
+            look = self.describe_second_look(scored)
+            off = wrong[0] if wrong else f"{difference.mean:.2e} in the mean (at most {largest:g} makes sense)"
             raise NoBaseline(
-                f"before the first update, on the checkpoint that SGLang itself loaded from {self.source}, the"
-                f" engine's log-probs are off by {difference.mean:.2e} in the mean (at most {largest:g} makes"
-                " sense): SGLang and transformers do not compute the same model."
+                f"before the first update, on the checkpoint that SGLang itself loaded from {self.source}, the engine's log-probs"
+                f" are off by {off}. That is more than rounding: {self.what_passes()}. {look[0].upper()}{look[1:]}."
+                f" {settings_that_matter(self.config)}; launch/mismatch.py with this config looks for the cause"
+                f" ({self.versions})"
             )
+
+    def measure_rounding(self, scored: Scored, difference: LogProbDifference) -> None:
+        """Measure how far the trainer's own rounding takes its log-probs, in half precision.
+
+        In float32 it rounds nothing. But if its difference from the engine is more than that, and the engine's class holds some
+        tensors in a narrower dtype, the engine is allowed what the trainer would lose in that dtype.
+        """
+        if self.is_fp8 or not self.reaches("log_probs"):
+            return
+        dtype = torch.float32
+        if self.config.model.dtype == "float32":
+            self.narrower = self._narrower_tensors() if self.allowed.violations(difference) else {}
+            if not self.narrower:
+                return
+            dtype = min(self.narrower.values(), key=lambda each: each.itemsize)
+        self.rounding = scored.rounding(dtype)
+        self.events.fact("trainer_rounding", **self.rounding.metrics(), allowed=self.allowed.mean)
+
+    def _narrower_tensors(self) -> dict[str, torch.dtype]:
+        """Return the checkpoint tensors that the engine holds in a narrower dtype than its other parameters."""
+        if not self.sync.engine.can_ask:
+            return {}
+        self.memory.resume_weights()
+        self.sync.loader.trace_once()
+        self.memory.release_all()
+        return narrower_tensors(self.sync.loader.coverage)
+
+    def what_passes(self) -> str:
+        """Return a phrase on which differences pass, and why."""
+        mean = self.allowed.mean
+        if self.is_fp8:
+            return f"after a sync they may differ by up to {mean:.2g}"
+        if self.rounding is None:
+            return f"the trainer rounds nothing in float32, and up to {mean:.2g} passes"
+        if self.narrower:
+            names = first_of([f"{name} in {str(held).removeprefix('torch.')}" for name, held in self.narrower.items()])
+            own = f"the engine's class holds {names}, and the trainer's rounding in that dtype is {self.rounding.mean:.1e}"
+        else:
+            own = f"the trainer's own rounding in {self.config.model.dtype} is {self.rounding.mean:.1e}"
+        if not self.has_experts:
+            return f"{own}; up to {FACTOR:g} times that passes, {mean:.2g} in the mean"
+        return (
+            f"{own}; up to {FACTOR:g} times that passes for the three quarters of the tokens that differ least, {self.allowed.bulk:.2g},"
+            f" and {mean:.2g} in the mean, as a router may choose another expert"
+        )
 
     # Around a sync
 
@@ -266,15 +338,14 @@ class Verification:
         what = f"step {index}: a reload of the same weights from disk changed"
         refuse(found.changed, f"{what} what the engine holds")
         # How far the engine's precision takes it from the trainer says nothing about the engine and itself.
-        bound = 0.0 if self.is_exact else min(self.allowed.mean, self.own_bound)
+        bound = 0.0 if self.is_exact else self.own_bound
         if not (found.same_outputs if self.is_exact else found.apart <= bound):
             raise WeightsDidNotArrive(f"{what} greedy log-probs by {found.apart:.2e} on average (allowed {bound:.2g})")
 
     @property
     def own_bound(self) -> float:
         """How far the outputs of an engine may be apart on the same weights, if it is not deterministic."""
-        dtype = self.config.model.dtype
-        return self.allowed.mean if self.precision == dtype else FLOOR[dtype]
+        return FLOOR[self.config.model.dtype] if self.rounding is None else self.allowed.mean
 
     @property
     def is_exact(self) -> bool:
@@ -383,29 +454,63 @@ class Verification:
             with self.timed("copies", index):
                 self.sync.engine.ask(find_copies)
 
-    def check_log_probs(self, index: int, difference: LogProbDifference) -> None:
-        """log_probs: raise WeightsDidNotArrive, naming suspects, if the engine's log-probs are not the trainer's."""
-        self.events.fact("log_prob_difference", step=index, **difference.metrics())
-        violations = self.allowed.violations(difference)
-        if not violations or not self.reaches("log_probs"):
-            return
-        raise WeightsDidNotArrive(
-            f"step {index}: the engine's log-probs are off by {', '.join(violations)}; largest {difference.largest:.2e};"
-            f" {self.find_suspects(index)}"
-        )
+    def check_log_probs(self, index: int, difference: LogProbDifference, scored: Scored) -> None:
+        """log_probs: raise WeightsDidNotArrive, with what a second look shows, if the engine's log-probs are not the trainer's.
 
-    def find_suspects(self, index: int) -> str:
-        """Return which tensors of the engine differ from the trainer's, after syncing again and reading all back."""
+        scored: what the difference was computed from.
+        """
+        self.events.fact("log_prob_difference", step=index, **difference.metrics())
+        if not self.reaches("log_probs"):
+            return
+        # Without a baseline, and where weights have moved so far that rounding has grown, these tokens have the last word.
+        if (self.rounding is None and not self.baseline) or self.allowed.violations(difference):
+            self.measure_rounding(scored, difference)
+        if violations := self.allowed.violations(difference):
+            raise WeightsDidNotArrive(
+                f"step {index}: the engine's log-probs are off by {', '.join(violations)}; largest {difference.largest:.2e};"
+                f" {self.find_suspects(index, scored)}"
+            )
+        self.agreed += 1
+
+    def find_suspects(self, index: int, scored: Scored) -> str:
+        """Return what a second look at the same tokens shows, and which tensors of the engine differ from the trainer's."""
         if not self.sync.engine.can_ask:
             return "tensors cannot be read back from this engine"
-        try:
-            with self.events.phase("find_suspects", index, "the weights to be synced again and read back"):
-                self.memory.resume_weights()
-                self.sync.update_engine()  # a released engine has lost its weights; the same sync goes wrong the same way
+        with self.events.phase("find_suspects", index, "the weights to be synced again and read back"):
+            look = self.describe_second_look(scored, index)
+            try:
+                if not self.sync.engine.has_memory_saver:  # else the look has synced them
+                    self.sync.update_engine()  # the same sync goes wrong the same way
                 listed = first_of(self.differences())
+            except Exception as error:  # it must not hide the failure that was found first
+                listed = f"unknown, as the search for them failed ({type(error).__name__}: {error})"
+        return f"engine tensors that differ from the trainer's: {listed}; {look}"
+
+    def describe_second_look(self, scored: Scored, index: int | None = None) -> str:
+        """Return what engine and trainer compute for the same tokens now, in a sentence. index: of the step; None: the baseline."""
+        try:
+            self.memory.resume_weights()
+            if self.sync.engine.has_memory_saver:  # a released engine has lost its weights
+                if index is None:
+                    self.sync.restore_scales()
+                    self.sync.engine.update_weights_from_disk(str(self.source))
+                else:
+                    self.sync.update_engine()
+            self.memory.resume_kv_cache()
+            look = scored.look_again(self.sync.engine)
         except Exception as error:  # it must not hide the failure that was found first
-            listed = f"unknown, as the search for them failed ({type(error).__name__}: {error})"
-        return f"engine tensors that differ from the trainer's: {listed}"
+            return f"a second look at the same tokens failed ({type(error).__name__}: {error})"
+        earlier = ""
+        if index is not None and (self.agreed or self.baseline):
+            earlier = "in the rollouts before" if self.agreed else "on the checkpoint that SGLang itself loaded"
+        config = self.config.rollout
+        return look.sentence(self.allowed, config.temperature, config.routing == "replay", earlier)
+
+    @property
+    def versions(self) -> str:
+        """The model's type and the versions of both sides, by which a known difference can be recognized."""
+        model: Any = self.sync.model
+        return f"{model.config.model_type}, sglang {self.sync.engine.version}, transformers {transformers.__version__}"
 
     def differences(self) -> Sequence[str]:
         """Return one sentence for each tensor that the engine does not hold as the trainer does."""
@@ -466,6 +571,32 @@ def changed(before: Mapping[int, Mapping[str, int]], now: Mapping[int, Mapping[s
                 ranks.setdefault(name, []).append(str(rank))
     everyone = all_gather([f"{name} on engine rank {', '.join(on)}" for name, on in ranks.items()])
     return list(dict.fromkeys(sentence for each in everyone for sentence in each))
+
+
+def settings_that_matter(config: Config) -> str:
+    """Return which of the config's settings can make engine and trainer differ."""
+    settings = {
+        f"rollout.temperature = {config.rollout.temperature:g}": config.rollout.temperature != 1,
+        'rollout.routing = "replay"': config.rollout.routing == "replay",
+        "model.packed": config.model.packed,
+        f'model.attention = "{config.model.attention}"': config.model.attention != "auto",
+        'engine.preset = "sglang"': config.engine.preset == "sglang",
+        f"parallel.tp = {config.parallel.tp}": config.parallel.tp > 1,
+        f"parallel.pp = {config.parallel.pp}": config.parallel.pp > 1,
+    } | {f"engine.args.{name}": True for name in config.engine.args}
+    named = [name for name, counts in settings.items() if counts]
+    return f"Settings that could do it: {', '.join(named)}" if named else "No setting of this config could do it"
+
+
+def narrower_tensors(coverage: Sequence[LoadCoverage]) -> dict[str, torch.dtype]:
+    """Return the checkpoint tensors that a scheduler holds in a narrower dtype than its other parameters, and that dtype."""
+    return {
+        copy.source.name: copy.held
+        for each in coverage
+        for copies in each.copies
+        for copy in copies
+        if each.dtype and copy.held.is_floating_point and loses_precision(each.dtype, copy.held)
+    }
 
 
 def refuse(wrong: Sequence[str], sentence: str) -> None:

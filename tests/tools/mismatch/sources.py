@@ -49,4 +49,6 @@ PLANTED = (
         words=("--engine.args.num_continuous_decode_steps", "2"),
         sources=("engine.args.num_continuous_decode_steps",),
     ),
+    Planted(name="trainer_without_temperature", words=("--rollout.temperature", "0.7"), sources=("temperature",)),
+    Planted(name="trainer_sends_a_rounded_bias", model="deepseek_v3", sources=("weights",)),
 )

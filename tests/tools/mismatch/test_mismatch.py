@@ -19,7 +19,7 @@ PLANTS = Path(__file__).with_name("plants")
 IN_TRAINER = "tests/tools/mismatch/with_plant_in_trainer.py"
 NOT_IN_PREFILL = ("decode", "prefix cache")
 """Sources for which no module is named: outputs are compared in a prefill without a cache."""
-QUICK = ("rope_base", "skipped_expert", "temperature_not_applied")
+QUICK = ("rope_base", "skipped_expert", "temperature_not_applied", "trainer_sends_a_rounded_bias")
 """Planted in the default tests; the others are long."""
 
 

@@ -13,7 +13,7 @@ ROLLOUTS: list[dict[str, float]] = [
     | {"sync_tensors": 27, "sync_tensors_compared": 27}
     for mean in (1e-6, 3e-6, 2e-6)
 ]
-ALLOWED = Allowed(mean=1e-5, sequence=1e-5, position=1e-5)
+ALLOWED = Allowed.of(None)
 
 
 def phrase(level: str, rollouts: Sequence[Metrics] = ROLLOUTS, asked: str = "", can_ask: bool = True) -> str:
@@ -42,7 +42,17 @@ def test_the_verdict_claims_what_the_level_checked(level: str, done: bool) -> No
     assert said.startswith("3 weight syncs onto poison: ")
     assert "after each, and again after its rollout, all 27 tensors in the engine equal the trainer's" in said
     assert ("read back bit for bit" in said) == done
-    assert "largest mean log-prob difference 3.0e-06, allowed 1e-05 (an update that moves them less" in said
+    assert (
+        "largest mean log-prob difference 3.0e-06, allowed 1e-05; log-probs do not show an update that moves them less"
+        in said
+    )
+
+
+def test_in_half_precision_verdict_and_report_say_what_the_trainer_itself_rounds_away() -> None:
+    allowed = Allowed.of(difference(7e-3))
+    said = verdict_phrase("log_probs", "log_probs", True, ROLLOUTS, allowed)
+    assert "allowed 0.014 (the trainer's own rounding is 7.0e-03)" in said
+    assert any("are 7.0e-03 from its own in float32" in line for line in section("log_probs", allowed=allowed))
 
 
 def test_the_mismatch_of_precisions_stands_beside_that_of_the_first_load() -> None:

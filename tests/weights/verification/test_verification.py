@@ -12,6 +12,7 @@ from harness.config.schema import Config
 from harness.runtime.events import EventLog
 from harness.weights.log_probs import LogProbDifference, PartDifference
 from harness.weights.verification.rehearsal import ReloadComparison
+from harness.weights.verification.second_look import SecondLook
 from harness.weights.verification.verification import Level, NoBaseline, Verification, WeightsDidNotArrive
 from tests.cluster.gloo import on_ranks
 from tests.weights.toy_model import SHAPES, Toy, ToySync, layout_of, live_of, sent, sync_to
@@ -28,13 +29,49 @@ class WithoutEngine(Verification):
         return self.found
 
 
+class Tokens(SimpleNamespace):
+    """Stands for Scored: what was measured, and what a second look shows."""
+
+    apart: LogProbDifference
+    own: LogProbDifference
+    """The trainer's own rounding; asked for in `dtypes`."""
+    look: SecondLook
+    dtypes: list[torch.dtype]
+
+    def difference(self) -> LogProbDifference:
+        return self.apart
+
+    def rounding(self, dtype: torch.dtype) -> LogProbDifference:
+        self.dtypes.append(dtype)
+        return self.own
+
+    def look_again(self, engine: Any) -> SecondLook:
+        return self.look
+
+
+def tokens(apart: float = 0.0, own: float = 0.0, **look: float) -> Any:
+    """look: fields of a SecondLook; those not given are `apart`."""
+    parts = {name: difference(look.get(name, apart)) for name in ("fresh", "cached", "reported")}
+    seen = SecondLook(moved=look.get("moved", 0.0), **parts)
+    return Tokens(apart=difference(apart), own=difference(own), look=seen, dtypes=[])
+
+
+def check(checks: Verification, index: int, apart: float, **measured: float) -> Any:
+    scored = tokens(apart, **measured)
+    checks.check_log_probs(index, scored.apart, scored)
+    return scored
+
+
 def verification(folder: Path, level: Level = "log_probs", **parts: Any) -> WithoutEngine:
     config = Config()
     config.weights.verify = level
     given: dict[str, Any] = dict.fromkeys(("world", "memory", "sync", "prompts"))
-    nothing = SimpleNamespace(
-        update_engine=lambda: None, resume_weights=lambda: None, engine=SimpleNamespace(can_ask=True)
-    )
+    names = ("update_engine", "resume_weights", "resume_kv_cache", "release_all")
+    engine = SimpleNamespace(can_ask=True, has_memory_saver=False, version="0.0")
+    loader = SimpleNamespace(trace_once=lambda: None, coverage=())
+    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
+    model.config.get_text_config = lambda: model.config
+    nothing = SimpleNamespace(engine=engine, loader=loader, model=model, **dict.fromkeys(names, lambda: None))
     given |= {"source": folder, "sync": nothing, "memory": nothing}
     return WithoutEngine(config=config, events=EventLog(folder / "rank0.jsonl", 0, "here"), **given | parts)
 
@@ -76,12 +113,12 @@ def fp8(folder: Path, level: Level = "bytes", **parts: Any) -> WithoutEngine:
 
 def test_an_fp8_engine_may_be_as_far_from_the_trainer_as_its_own_first_load(tmp_path: Path) -> None:
     checks = fp8(tmp_path)
-    checks.set_baseline(difference(0.15))
-    checks.check_log_probs(0, difference(0.4))
+    checks.set_baseline(tokens(0.15))
+    check(checks, 0, 0.4)
     with pytest.raises(WeightsDidNotArrive, match="in the mean .allowed 0.45"):
-        checks.check_log_probs(1, difference(0.5))
+        check(checks, 1, 0.5)
     with pytest.raises(NoBaseline, match="at most 0.6 makes sense"):
-        fp8(tmp_path).set_baseline(difference(1.1))
+        fp8(tmp_path).set_baseline(tokens(1.1))
 
 
 def test_only_the_last_sync_of_another_precision_is_reloaded(tmp_path: Path) -> None:
@@ -97,7 +134,7 @@ def test_only_the_last_sync_of_another_precision_is_reloaded(tmp_path: Path) -> 
 
 def test_a_reload_that_changes_anything_fails_however_far_the_trainer_is(tmp_path: Path) -> None:
     checks = fp8(tmp_path)
-    checks.set_baseline(difference(0.15))
+    checks.set_baseline(tokens(0.15))
     checks.refuse_reload(ReloadComparison(changed=[], same_outputs=True, apart=0.0), 3)
     with pytest.raises(WeightsDidNotArrive, match=r"^step 3: a reload .* what the engine holds: a$"):
         checks.refuse_reload(ReloadComparison(changed=["a"], same_outputs=True, apart=0.0), 3)
@@ -111,7 +148,7 @@ def test_a_reload_that_changes_anything_fails_however_far_the_trainer_is(tmp_pat
 
 @pytest.mark.parametrize("mean", [1e-5, 0.0])
 def test_a_difference_within_what_is_allowed_passes(mean: float, tmp_path: Path) -> None:
-    verification(tmp_path).check_log_probs(0, difference(mean))
+    check(verification(tmp_path), 0, mean)
 
 
 @pytest.mark.parametrize("mean", [2e-5, math.inf, math.nan])
@@ -120,35 +157,104 @@ def test_a_larger_or_undefined_difference_fails_and_names_suspects(mean: float, 
     checks.found = ["lm_head.weight"]
     with pytest.raises(
         WeightsDidNotArrive,
-        match=r"^step 2: .* in the mean \(allowed 1e-05\), .* sequence 2 \(.*trainer's: lm_head\.weight$",
+        match=r"^step 2: .* in the mean \(allowed 1e-05\), .* sequence 2 \(.*trainer's: lm_head\.weight;",
     ):
-        checks.check_log_probs(2, difference(mean))
+        check(checks, 2, mean)
 
 
 @pytest.mark.parametrize("mean", [2e-5, math.inf])
 def test_at_off_nothing_fails(mean: float, tmp_path: Path) -> None:
-    verification(tmp_path, "off").check_log_probs(2, difference(mean))
+    check(verification(tmp_path, "off"), 2, mean)
 
 
 def test_a_failed_search_for_suspects_does_not_hide_the_difference(tmp_path: Path) -> None:
     checks = verification(tmp_path)
     checks.found = OSError("no shared folder")
     with pytest.raises(WeightsDidNotArrive, match=r"off by 1\.00e\+00 .*search for them failed \(OSError: no sh"):
-        checks.check_log_probs(0, difference(1.0))
+        check(checks, 0, 1.0)
 
 
-def test_a_baseline_moves_what_is_allowed(tmp_path: Path) -> None:
-    checks = verification(tmp_path)
-    checks.set_baseline(difference(0.01))
-    checks.check_log_probs(0, difference(0.02))
+def half(folder: Path, **parts: Any) -> WithoutEngine:
+    checks = verification(folder, **parts)
+    checks.config.model.dtype = "bfloat16"
+    return checks
+
+
+def test_the_trainers_own_rounding_is_what_passes_and_not_the_engines_difference(tmp_path: Path) -> None:
+    checks, scored = half(tmp_path), tokens(0.009, own=0.007)
+    checks.set_baseline(scored)
+    assert scored.dtypes == [torch.float32]
+    assert check(checks, 0, 0.012).dtypes == [], "measured once"
     with pytest.raises(WeightsDidNotArrive):
-        checks.check_log_probs(0, difference(0.04))
+        check(checks, 1, 0.02, own=0.007)
+    with pytest.raises(NoBaseline, match="more than rounding: the trainer's own rounding in bfloat16 is 2.0e-03"):
+        half(tmp_path).set_baseline(tokens(0.009, own=0.002))
 
 
-@pytest.mark.parametrize("mean", [0.11, math.inf])
-def test_a_baseline_that_proves_nothing_ends_the_run(mean: float, tmp_path: Path) -> None:
-    with pytest.raises(NoBaseline, match="SGLang and transformers do not compute the same model"):
-        verification(tmp_path).set_baseline(difference(mean))
+def test_without_a_baseline_the_first_rollout_says_what_the_trainer_rounds(tmp_path: Path) -> None:
+    checks = half(tmp_path)
+    assert check(checks, 0, 0.009, own=0.007).dtypes == [torch.float32]
+    with pytest.raises(WeightsDidNotArrive):
+        check(half(tmp_path), 0, 0.03, own=0.007)
+
+
+def test_a_rollout_on_which_the_trainer_rounds_more_is_held_to_that(tmp_path: Path) -> None:
+    checks = half(tmp_path)
+    checks.set_baseline(tokens(0.009, own=0.007))
+    check(checks, 5, 0.02, own=0.015)
+
+
+@pytest.mark.parametrize("mean", [2e-5, 0.1, math.inf])
+def test_in_float32_more_than_rounding_ends_the_run(mean: float, tmp_path: Path) -> None:
+    checks = verification(tmp_path)
+    checks.config.rollout.temperature = 0.7
+    with pytest.raises(NoBaseline, match=r"more than rounding.*rollout\.temperature = 0\.7.*launch/mismatch\.py"):
+        checks.set_baseline(tokens(mean))
+
+
+def test_in_float32_a_tensor_that_the_engine_holds_narrower_explains_a_difference_by_name(tmp_path: Path) -> None:
+    view = SimpleNamespace(name="layers.0.gate.weight")
+    copies = [SimpleNamespace(source=view, held=torch.bfloat16)]
+    checks = verification(tmp_path)
+    checks.sync.loader.coverage = (SimpleNamespace(dtype=torch.float32, copies=[copies]),)
+    scored = tokens(3e-4, own=5e-4)
+    checks.set_baseline(scored)
+    assert scored.dtypes == [torch.bfloat16] and "layers.0.gate.weight in bfloat16" in checks.what_passes()
+    with pytest.raises(NoBaseline):
+        checks.set_baseline(tokens(0.05, own=5e-4))
+
+
+@pytest.mark.parametrize(
+    ("look", "index", "temperature", "said", "not_said"),
+    [
+        ({"fresh": 0.0}, 1, 1.0, r"from the prefixes .*\(cache-not-flushed\)", "temperature 0"),
+        ({"fresh": 0.0, "cached": 0.0}, 1, 1.0, r"cache-not-flushed\?", "both compute the same model"),
+        ({}, 1, 1.0, "in the rollouts before they agreed: so it is neither the head nor the temperature", "cache-not"),
+        ({}, 0, 1.0, "what the two compute differs", "old"),
+        ({"fresh": 0.0, "cached": 0.0}, 0, 1.0, "what the engine reported while it generated is wrong", "cache-not"),
+        ({"fresh": 0.0, "moved": 0.0}, 0, 0.7, "does not apply the temperature", "cache-not"),
+        ({"fresh": 0.0, "moved": 0.3, "reported": 0.0}, 0, 0.7, "sampled at 0.7", "cache-not"),
+    ],
+)
+def test_a_name_needs_a_second_look_that_shows_it(
+    look: dict[str, float], index: int, temperature: float, said: str, not_said: str, tmp_path: Path
+) -> None:
+    checks = verification(tmp_path)
+    checks.config.rollout.temperature = temperature
+    for earlier in range(index):
+        check(checks, earlier, 1e-7)
+    with pytest.raises(WeightsDidNotArrive, match=said) as caught:
+        check(checks, index, 1e-3, **look)
+    assert not_said not in str(caught.value)
+
+
+def test_an_engine_that_has_lost_its_weights_gets_them_before_the_second_look(tmp_path: Path) -> None:
+    checks, calls = half(tmp_path), []
+    checks.sync.engine.has_memory_saver = True
+    checks.sync.update_engine = lambda: calls.append("sync")
+    with pytest.raises(WeightsDidNotArrive):
+        check(checks, 0, 0.5, own=0.007)
+    assert calls == ["sync"]
 
 
 def test_no_baseline_at_off_nor_of_random_weights(tmp_path: Path) -> None:
@@ -242,12 +348,12 @@ def test_keys_and_values_of_older_weights_are_named(
 
 
 def test_an_engine_that_cannot_be_asked_is_judged_by_log_probs_alone(tmp_path: Path) -> None:
-    closed = SimpleNamespace(engine=SimpleNamespace(can_ask=False))
-    checks = verification(tmp_path, "full", sync=closed)
+    checks = verification(tmp_path, "full")
+    checks.sync.engine.can_ask = False
     assert checks.level == "log_probs" and not checks.reaches("bytes")
     checks.rehearse(0)
     checks.poison(0)
     checks.check_held(0)
     assert not checks.load_baseline() and "cannot be overwritten" in checks.why_no_baseline
     with pytest.raises(WeightsDidNotArrive, match="tensors cannot be read back from this engine$"):
-        checks.check_log_probs(0, difference(1.0))
+        check(checks, 0, 1.0)

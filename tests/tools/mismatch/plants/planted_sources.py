@@ -252,3 +252,32 @@ def trainer_without_sdpa() -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
     Qwen2ForCausalLM._supports_sdpa = False
+
+
+@plant_in_trainer
+def trainer_without_temperature() -> None:
+    """Compute the trainer's log-probs at temperature 1, whatever the tokens were sampled at (miles#68)."""
+    from harness.trainer import actor
+
+    real = actor.log_probs_from_logits
+
+    def replaced(logits: Any, ids: Any, temperature: float) -> Any:
+        reached()
+        return real(logits, ids, 1.0)
+
+    actor.log_probs_from_logits = replaced
+
+
+@plant_in_trainer
+def trainer_sends_a_rounded_bias() -> None:
+    """Round the routers' correction bias to bfloat16 as it is sent (miles#524)."""
+    from harness.weights.converter import CheckpointConverter
+
+    def around(real: Any, self: Any) -> Any:
+        sent = real(self)
+        return {
+            name: each.bfloat16().to(each.dtype) if name.endswith("e_score_correction_bias") else each
+            for name, each in sent.items()
+        }
+
+    wrap(CheckpointConverter, "tensors", around)
