@@ -14,6 +14,8 @@ import pytest
 from harness.config.layers import ConfigError
 from harness.inputs import load_tokenizer
 from harness.rollout.defaults import without_models_code
+from harness.rollout.sglang_api import source
+from harness.rollout.sglang_api.probe import model_classes
 from harness.rollout.sglang_api.unasked_code import unasked_code
 from harness.task.tiny_models import save_tiny_model
 from harness.tools import preflight
@@ -168,10 +170,12 @@ for each in overrides:
 def test_sglang_runs_the_code_of_a_class_that_it_lacks_unless_auto_map_is_empty(tmp_path: Path) -> None:
     folder = hostile(tmp_path / "model", UNKNOWN_CLASS)
     empty = without_models_code({})["json_model_override_args"]
+    not_needed = ",".join(file.stem for file in model_classes(source.installed("sglang")))
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_DISABLED_MODEL_ARCHS": not_needed}
     done = subprocess.run(
         [sys.executable, "-c", SGLANG, str(folder), empty, "{}"],
         cwd=REPOSITORY,
-        env=os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        env=os.environ | environment | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
         check=True,
         stdout=subprocess.PIPE,
         text=True,
