@@ -18,7 +18,7 @@ from harness.cluster.world import all_gather
 from harness.config.checkpoint_folder import checkpoint_to_resume, step_of
 from harness.config.facts import Facts
 from harness.config.layers import ConfigError
-from harness.config.model_fields import model_fields
+from harness.config.model_fields import fields_of_file, model_fields
 from harness.config.resolve import resolve
 from harness.config.run_folder import write_config
 from harness.config.schema import TINY_MODELS, Config
@@ -166,7 +166,7 @@ def make_engine_folder(run: RunContext, model_folder: Path) -> Path:
 
 def check_vocabulary(prompts: Iterable[Prompt], model_folder: Path) -> None:
     """Raise ValueError for a token that the model has no embedding for: on a GPU it would end the engine in an assertion."""
-    size = AutoConfig.from_pretrained(str(model_folder)).get_text_config().vocab_size
+    size = AutoConfig.from_pretrained(str(model_folder), trust_remote_code=False).get_text_config().vocab_size
     for prompt in prompts:
         if (token := max(prompt.input_ids, default=0)) >= size:
             raise ValueError(
@@ -182,7 +182,9 @@ def trainer_attention(config: Config, model_folder: Path, device: str, say: Call
     does not compute the model's attention.
     """
     attention, why = choose_attention(
-        AutoConfig.from_pretrained(str(model_folder)), config.model.attention, config.model.packed
+        AutoConfig.from_pretrained(str(model_folder), trust_remote_code=False),
+        config.model.attention,
+        config.model.packed,
     )
     if why:
         say(f'model.attention = "{attention}": {why}')
@@ -194,11 +196,16 @@ def trainer_attention(config: Config, model_folder: Path, device: str, say: Call
 
 
 def load_tokenizer(model_folder: Path) -> Any:
-    """Return the tokenizer in the model's folder. Raise ConfigError if there is no such model."""
+    """Return the tokenizer in the model's folder. Raise ConfigError if there is no such model, or if it is code of the model."""
     try:
-        return AutoTokenizer.from_pretrained(str(model_folder))
+        return AutoTokenizer.from_pretrained(str(model_folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
         cause = str(error).strip().splitlines()[0]
+        if "auto_map" in fields_of_file(str(model_folder), "tokenizer_config.json", download=False):
+            raise ConfigError(
+                f'model.name = "{model_folder}" has a tokenizer for which tokenizer_config.json names Python code (auto_map), and'
+                f" the trainer runs no code of a model; give it one that transformers has a class for: {cause}"
+            ) from error
         raise ConfigError(
             f'model.name = "{model_folder}" is not a local folder, a hub id that can be loaded here, or one of the built-in tiny'
             f" models ({', '.join(TINY_MODELS)}): {cause}"

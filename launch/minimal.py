@@ -109,6 +109,8 @@ STAND_INS = os.environ.get("SGLANG_CPU_STAND_INS", Path(__file__).parents[1] / "
 # For sglang.Engine; arguments that a release does not have are left out. With dummy weights, a tensor that a sync misses
 # shows. Without a tokenizer, prompts and responses are token ids on both sides, so no text can be tokenized differently.
 ENGINE_ARGUMENTS: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "sampling_backend": "pytorch"}
+# For an architecture that SGLang does not know it would import the Python files of the model's folder that auto_map names.
+ENGINE_ARGUMENTS["json_model_override_args"] = '{"auto_map": {}}'
 # Capturing CUDA graphs (under a name that depends on the release) and compiling a fusion would take minutes, for three steps.
 GRAPHS = ("disable_cuda_graph", "disable_piecewise_cuda_graph", "disable_prefill_cuda_graph")
 ENGINE_ARGUMENTS |= dict.fromkeys((*GRAPHS, "enforce_disable_flashinfer_allreduce_fusion"), True)
@@ -256,7 +258,7 @@ def write_tiny(name: str, folder: str, seed: int) -> str:
 
 def build_actor(folder: str, learning_rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Load the actor, shard it by FSDP2 over all ranks, and make its AdamW, all in float32; collective."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     # A layer is gathered in DTYPE. Inputs are not cast: what the model keeps in float32 between layers stays so.
     policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -373,7 +375,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
 
 def train(settings: Settings, mesh: DeviceMesh, engine: Any, folder: str) -> bool:
     """Run all steps; return whether every check passed; collective, with one answer for all ranks."""
-    vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
+    vocab_size = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size
     batch = rollout(engine, mesh, settings, -1, vocab_size)
     memory(engine, mesh, "release", "kv_cache", "weights")
     model, optimizer = build_actor(folder, settings.learning_rate)

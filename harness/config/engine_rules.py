@@ -34,6 +34,19 @@ def engine_rules(config: Config, facts: Facts, device: Device | None) -> Iterato
         yield Wrong("engine.device", f'{facts.why_no_gpu}; use "cpu"')
 
 
+def code_rules(config: Config, facts: Facts) -> Iterator[Wrong]:
+    """Refuse Python code of a model that SGLang would run unasked, unless the user trusts it.
+
+    A model that transformers does not know is left to model_rules: the trainer runs no code of a model, trusted or not.
+    """
+    kind = (facts.model or {}).get("model_type")
+    for key, why in facts.code.items() if not config.engine.args.get("trust_remote_code") else ():
+        if key == "model.name" and facts.model_types is not None and kind not in facts.model_types:
+            continue
+        trust = "if you trust whoever wrote it, set engine.args.trust_remote_code = true; if not, use another model"
+        yield Wrong(key, f"{why}; {trust}")
+
+
 def choose_transport(config: Config) -> tuple[TransportName, str]:
     """Return the transport that weights.transport means, and why, as part of a sentence."""
     asked = config.weights.transport

@@ -55,6 +55,8 @@ class Facts:
     sglang: SGLangFacts | None = None
     model: Mapping[str, Any] | None = None
     """The fields of the model's config.json."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """For a key that names a model: why SGLang would run Python code of that model, whatever trust_remote_code says."""
     model_types: Collection[str] | None = None
     """Every model_type that the installed transformers has."""
     overridable: Collection[str] | None = None

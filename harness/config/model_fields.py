@@ -3,6 +3,7 @@
 Read without transformers, so that --dry-run and the checks before a run answer at once.
 """
 
+import importlib.util
 import json
 import re
 from collections.abc import Mapping
@@ -32,30 +33,47 @@ def model_fields(
     if is_tiny(name):
         kind, _ = CONFIG_CLASSES[name]
         return {"model_type": kind} | tiny_fields(name, device) | dict(overrides)
-    file = Path(name) / "config.json" if Path(name).exists() else _hub_file(name, download)
-    if file is None:
-        return None
+    if Path(name).exists():
+        try:
+            return _json_object(Path(name) / "config.json")
+        except OSError as error:
+            raise ConfigError(
+                f'model.name = "{name}" has no config.json that can be read: {error.strerror}.'
+            ) from error
+    if file := _hub_file(name, "config.json", download):
+        return _json_object(file)
+    if download and importlib.util.find_spec("huggingface_hub"):
+        raise ConfigError(
+            f'model.name = "{name}" is not a folder here, and its config.json is not in the cache of the hub;'
+            " HF_HUB_OFFLINE forbids to download it, or the hub does not have it. Unset that, or give a folder."
+        )
+    return None
+
+
+def fields_of_file(name: str, file: str, *, download: bool) -> Mapping[str, Any]:
+    """Return what a JSON file has that a model may have, in a folder or on the hub; nothing if there is none.
+
+    download: fetch it from the hub, if this machine's cache lacks it. Raise ConfigError for a file that is no JSON object.
+    """
+    path = _hub_file(name, file, download) if is_hub_model(name) else Path(name) / file
+    return _json_object(path) if path and path.is_file() else {}
+
+
+def _json_object(file: Path) -> Mapping[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f'model.name = "{name}" has no config.json that can be read: {error.strerror}.') from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{file} must be a JSON object, and is not: {error}.") from error
 
 
-def _hub_file(name: str, download: bool) -> Path | None:
-    """Return the config.json of a hub's model in the cache of this machine; None if it is not there."""
+def _hub_file(name: str, file: str, download: bool) -> Path | None:
+    """Return a file of a hub's model in the cache of this machine; None if it is not there."""
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
+        from huggingface_hub.errors import EntryNotFoundError
     except ModuleNotFoundError:
         return None
     try:
-        return Path(hf_hub_download(name, "config.json", local_files_only=not download))
-    except LocalEntryNotFoundError as error:
-        if not download:
-            return None
-        raise ConfigError(
-            f'model.name = "{name}" is not a folder here, and its config.json is not in the cache of the hub;'
-            " HF_HUB_OFFLINE forbids to download it. Unset that, or give a folder."
-        ) from error
+        return Path(hf_hub_download(name, file, local_files_only=not download))
+    except EntryNotFoundError:  # here, or on the hub
+        return None

@@ -95,10 +95,12 @@ def _kind(config: Config, facts: Facts, device: Device | None) -> Iterator[Wrong
         method = quantization.get("quant_method", "unknown")
         why = f"its checkpoint is quantized ({method}, says quantization_config in its config.json), and {QUANTIZED}"
         yield Wrong("model.name", f"{why}; use a checkpoint that is not quantized")
-    if facts.model_types is not None and kind not in facts.model_types and "auto_map" not in fields:
+    if facts.model_types is not None and kind not in facts.model_types:
         hint = nearest(str(kind), facts.model_types, "give a model that it has, or install a newer transformers")
         what = f'model_type = "{kind}"' if kind else "no model_type"
-        yield Wrong("model.name", f"its config.json has {what}, which the installed transformers does not know; {hint}")
+        code = ", and the trainer runs no code of a model (auto_map)" if "auto_map" in fields else ""
+        why = f"its config.json has {what}, which the installed transformers does not know{code}"
+        yield Wrong("model.name", f"{why}; {hint}")
     if device == "cpu" and kind in CPU_MODELS:
         why = f"SGLang's CPU mode cannot serve a {kind} model: {CPU_MODELS[kind]}; use a GPU, or another model"
         yield Wrong("model.name", why, unsupported=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 from harness.config.draft_rules import draft_rules
-from harness.config.engine_rules import choose_transport, engine_rules
+from harness.config.engine_rules import choose_transport, code_rules, engine_rules
 from harness.config.facts import Device, Facts
 from harness.config.fp8_rules import fp8_rules
 from harness.config.layers import ConfigError, shown
@@ -43,6 +43,7 @@ def resolve(config: Config, facts: Facts = NOTHING_KNOWN, sections: Collection[s
     device: Device | None = facts.device if config.engine.device == "auto" else config.engine.device
     found = chain(
         config_rules(config),
+        code_rules(config, facts),
         fp8_rules(config, device),
         draft_rules(config, facts, device),
         engine_rules(config, facts, device),

@@ -4,6 +4,8 @@ A user's engine.args replace them one by one. Those that a release does not have
 so the old and the new name of a switch may both stand here.
 """
 
+import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 Preset = Literal["reproducible", "sglang"]
@@ -68,3 +70,16 @@ def engine_defaults(device: Literal["cpu", "cuda"], preset: Preset = "reproducib
     if device not in by_device:
         raise ValueError(f"device must be one of {', '.join(by_device)}, got {device}.")
     return _COMMON | by_device[device]
+
+
+def without_models_code(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these engine arguments with an empty auto_map in place of the model's, unless trust_remote_code is true.
+
+    trust_remote_code = False is not enough. If SGLang has no class for the architecture, or cannot import it on this machine, or
+    is asked for transformers' class (model_impl, TransformersForCausalLM), it imports what auto_map names, whoever wrote it
+    (resolve_transformers_arch, srt/model_loader/utils.py; srt/models/transformers.py). This holds for a draft model too.
+    """
+    if arguments.get("trust_remote_code"):
+        return dict(arguments)
+    fields = json.loads(arguments.get("json_model_override_args") or "{}") | {"auto_map": {}}
+    return {**arguments, "json_model_override_args": json.dumps(fields)}

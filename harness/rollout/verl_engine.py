@@ -27,7 +27,7 @@ from harness.cluster.placement import gpu_of
 from harness.config.draft_rules import sends_mtp_layer
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
-from harness.rollout.defaults import Preset, engine_defaults
+from harness.rollout.defaults import Preset, engine_defaults, without_models_code
 from harness.rollout.early_start import variables_of_engine
 from harness.rollout.engine import NamedTensors
 from harness.rollout.engine_errors import EngineFailed, in_one_line
@@ -92,7 +92,7 @@ class VerlEngine:
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         self.device_type: Literal["cpu", "cuda"] = engine_args.get("device") or auto
         checked = sglang_api.check_arguments(self.api, engine_args, engine_defaults(self.device_type, preset))
-        self.engine_args, self.dropped_defaults = checked
+        self.engine_args, self.dropped_defaults = without_models_code(checked[0]), checked[1]
         self.group = Group.of(device_mesh_cpu)
         self._locations, self.node, self.nnodes = locate_ranks(self.group, self.device_type, colocate, nnodes)
         self.has_prefixes = True

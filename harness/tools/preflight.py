@@ -28,6 +28,7 @@ from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api import source
 from harness.rollout.sglang_api.engine_facts import engine_facts
+from harness.rollout.sglang_api.unasked_code import unasked_code
 from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.data import Row, file_of, is_hub_id, load_rows
@@ -117,6 +118,7 @@ def gather_facts(
         environment=environment,
         sglang=sglang,
         model=model,
+        code=unasked_code(config, download=on_hub),
         model_types=model_types,
         overridable=overridable,
         rows=rows,

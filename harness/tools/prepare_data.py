@@ -159,7 +159,8 @@ def save_supervised_start(folder: Path, train: Path, seed: int, updates: int) ->
     texts = [row["question"] + row["answer"].partition(" ")[0] for row in rows]
     sizes = {"intermediate_size": 256, "vocab_size": 258}
     save_tiny_model("qwen2", folder, seed, overrides=sizes, texts=texts)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     ids = torch.tensor([tokenizer.encode(text) for text in texts])  # each has 10 tokens; the first 6 are the question
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0, betas=(0.9, 0.99))

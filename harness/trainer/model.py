@@ -69,7 +69,7 @@ def load_causal_lm(
     value_head: return a ValueModel. Its head is drawn from seed with std 1 / sqrt(hidden_size + 1), as in arXiv 2009.01325,
         so that the first update reaches the backbone; a head of zeros would not let any gradient through.
     """
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     backbone, model = build_on_meta(config, dtype, attention, gradient_checkpointing, value_head)
     backbone_class = type(backbone)  # fully_shard replaces the class
     shard(model, decoder_layers(backbone), mesh, compute_dtype or dtype)
@@ -125,7 +125,7 @@ def build_on_meta(
 
     factory = AutoModel if value_head else AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
-        backbone: Any = factory.from_config(config, attn_implementation=attention, dtype=dtype)
+        backbone: Any = factory.from_config(config, attn_implementation=attention, dtype=dtype, trust_remote_code=False)
         model: Any = ValueModel(backbone, config.get_text_config().hidden_size, dtype) if value_head else backbone
     if not value_head:
         model.tie_weights()  # building on the meta device has untied them
@@ -174,7 +174,9 @@ def _load_from_rank_0(model: nn.Module, path: str, dtype: torch.dtype, saved_cla
     whole: dict[str, Any] = {}
     if dist.get_rank() == 0:
         with _without_mtp_layers(path):
-            saved, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype=dtype)
+            saved, report = AutoModelForCausalLM.from_pretrained(
+                path, output_loading_info=True, dtype=dtype, trust_remote_code=False
+            )
         if missing := sorted(report["missing_keys"]):
             raise ConfigError(
                 f"{path} must have every tensor of its model, but lacks {missing[0]}; copy or download it again."
@@ -186,7 +188,7 @@ def _load_from_rank_0(model: nn.Module, path: str, dtype: torch.dtype, saved_cla
 @contextmanager
 def _without_mtp_layers(path: str) -> Iterator[None]:
     """Keep transformers from listing each tensor of layers for multi-token prediction, which its classes do not have."""
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text = config.get_text_config()
     first, count = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -33,7 +33,7 @@ def routed_shape(model_path: str) -> tuple[int, int]:
 
     Layers without experts count too. Raise ConfigError for a model that has no experts.
     """
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)
     if not chosen:
         raise ConfigError(

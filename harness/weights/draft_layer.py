@@ -72,7 +72,7 @@ def read_draft_layer(model: str, trained: Converter, device: torch.device) -> Dr
     model: a folder, or a hub id in the cache. trained: what is sent of the trainer. A tensor gets the dtype of its counterpart
     in the last decoder layer, else that of the embedding. Raise ConfigError if the checkpoint has no such layer.
     """
-    config = AutoConfig.from_pretrained(model).get_text_config()
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
     first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
     prefixes = tuple(f"model.layers.{number}." for number in range(first, first + count))
     files = {name: file for name, file in files_in_checkpoint(model).items() if prefixes and name.startswith(prefixes)}

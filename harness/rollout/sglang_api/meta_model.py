@@ -8,7 +8,6 @@ import importlib
 import inspect
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from harness.rollout.defaults import without_models_code
 from harness.rollout.served_models import DRAFT_CLASS
 from harness.rollout.sglang_api.absent_hardware import (
     define_kernels,
@@ -28,6 +28,7 @@ from harness.rollout.sglang_api.absent_hardware import (
 )
 from harness.rollout.sglang_api.meta_groups import resolved_arguments, start_rank
 from harness.rollout.sglang_api.meta_kv_cache import KvCache, kv_caches
+from harness.rollout.sglang_api.probe import model_classes
 from harness.rollout.sglang_api.source import installed, load
 from harness.runtime.errors import UnsupportedEnvironment
 
@@ -53,7 +54,7 @@ def prepare_import(folder: Path, draft: bool = False) -> None:
 
     folder: with config.json. draft: also those of draft models, because only SGLang knows which one it is. Raise UnsupportedEnvironment if this release has no class of that architecture.
     """
-    wanted, classes = _architectures(folder), _classes_by_file()
+    wanted, classes = _architectures(folder), model_classes(installed("sglang"))
     if not any(wanted & each for each in classes.values()):
         raise UnsupportedEnvironment(
             f"sglang {installed('sglang').version()} has no class for {' or '.join(sorted(wanted)) or 'this config.json'}"
@@ -72,16 +73,6 @@ def _models() -> Path:
     return installed("sglang").root / "srt" / "models"
 
 
-def _classes_by_file() -> dict[Path, set[str]]:
-    return {file: _entry_classes(file.read_text(encoding="utf-8")) for file in sorted(_models().glob("*.py"))}
-
-
-def _entry_classes(text: str) -> set[str]:
-    """Return the classes that a file of SGLang's models offers to its registry."""
-    found = re.search(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|\w+)", text, re.MULTILINE)
-    return set(re.findall(r"\w+", found[1])) if found else set()
-
-
 def import_all(folder: Path) -> None:
     """Import what build_on_meta needs. SGLang's modules make tensors when they are imported, so never below a device mode.
 
@@ -92,7 +83,7 @@ def import_all(folder: Path) -> None:
     with _importing("srt.server_args"):
         _module("srt.server_args")
         define_kernels(_models())
-    for file, names in _classes_by_file().items():
+    for file, names in model_classes(installed("sglang")).items():
         if names & wanted:
             with _importing(" or ".join(sorted(names))):
                 _module(f"srt.models.{file.stem}")
@@ -116,7 +107,7 @@ def _importing(what: str) -> Iterator[None]:
 
 def reads_index(folder: Path) -> bool:
     """Return whether SGLang's class of this model looks into the checkpoint's index of names while it is built."""
-    wanted, classes = _architectures(folder), _classes_by_file()
+    wanted, classes = _architectures(folder), model_classes(installed("sglang"))
     return any(INDEX in file.read_text(encoding="utf-8") for file, names in classes.items() if names & wanted)
 
 
@@ -130,7 +121,8 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
     """
     server_arguments = load("srt/server_args.py", "ServerArgs")(
         model_path=str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True,
-        attention_backend=_attention_backend(folder), disable_overlap_schedule=True, **arguments,
+        attention_backend=_attention_backend(folder), disable_overlap_schedule=True,
+        **without_models_code(arguments),
     )  # fmt: skip
     world = server_arguments.tp_size * server_arguments.pp_size
     _join_fake_groups(rank, world)

@@ -4,8 +4,10 @@ Only what differs between the supported releases, 0.5.11 to 0.5.23, is a fact he
 """
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.config.engine_rules import unknown_argument
@@ -95,6 +97,21 @@ def engine_argument_annotations(tree: SourceTree) -> dict[str, ast.expr]:
     for each in classes:
         found |= source.annotations(each) if isinstance(each, ast.ClassDef) else {}
     return found
+
+
+def model_classes(tree: SourceTree) -> dict[Path, frozenset[str]]:
+    """Return the architectures that each file of SGLang's models offers to its registry.
+
+    A file that cannot be imported on this machine offers none when SGLang runs.
+    """
+    files = sorted((tree.root / "srt" / "models").glob("*.py"))
+    return {file: entry_classes(file.read_text(encoding="utf-8")) for file in files}
+
+
+def entry_classes(text: str) -> frozenset[str]:
+    """Return the classes that the text of a file of SGLang's models names as its EntryClass."""
+    found = re.search(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|\w+)", text, re.MULTILINE)
+    return frozenset(re.findall(r"\w+", found[1])) if found else frozenset()
 
 
 def check_arguments(

@@ -17,7 +17,11 @@ from typing import Any, Literal
 import jinja2
 
 from harness.config.draft_rules import draft_of
-from harness.rollout.defaults import engine_defaults
+from harness.config.engine_rules import code_rules
+from harness.config.facts import Facts
+from harness.config.resolve import sentence
+from harness.rollout.defaults import engine_defaults, without_models_code
+from harness.rollout.sglang_api.unasked_code import unasked_code
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.tracebacks import log_lines, tracebacks_in
@@ -78,11 +82,14 @@ class Evidence:
 
 
 def check_subject(subject: Subject, server: bool = False) -> None:
-    """Raise ValueError for a run that no file can repeat.
+    """Raise ValueError for a run that no file can repeat, or should.
 
-    It is one with a draft model, or one for a server whose engine does not fit on one host.
+    It is one with a draft model, one for a server whose engine does not fit on one host, or one of a model whose code SGLang would
+    run unasked.
     """
     parallel = subject.config.parallel
+    for wrong in code_rules(subject.config, Facts(code=unasked_code(subject.config))):
+        raise ValueError(sentence(subject.config, wrong))
     if draft := draft_of(subject.config.engine.args):
         instead = "remove engine.args.speculative_algorithm if the failure does not need it"
         raise ValueError(f"a file sends no weights of a draft model, and the run has one ({draft}); {instead}.")
@@ -127,6 +134,8 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
     dummy = (config.engine.initial_weights == "dummy" or is_random) and not fp8
     own = {"load_format": "dummy" if dummy else "auto", "skip_tokenizer_init": True}
     arguments = engine_defaults(device, config.engine.preset) | own
+    given = without_models_code(arguments | config.engine.args)
+    arguments |= {name: value for name, value in given.items() if name not in config.engine.args}
     moves_memory = device == "cuda" and bool((arguments | config.engine.args).get("enable_memory_saver"))
     resumes_all = config.memory.resume == "all"
     still = {"first_release", "resume_weights", "resume_kv_cache", "release"} if not moves_memory else set()
@@ -158,7 +167,7 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
         "is_mla": model.name in ("deepseek_v3", "moonlight"),
         "stand_in_names": stand_in_names(),
         "engine_arguments": arguments,
-        "given": config.engine.args,
+        "given": {name: given[name] for name in config.engine.args},
         "transport": transport_of(subject),
         "group": group,
         "pp": parallel.pp,

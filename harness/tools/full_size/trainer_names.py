@@ -169,7 +169,7 @@ def trainer_class(folder: Path) -> tuple[Any, Any]:
             " trainer's names are not known"
         )
     if kind == found.config_class.model_type:
-        return found, AutoConfig.from_pretrained(folder)
+        return found, AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return found, found.config_class.from_dict(fields | {"model_type": found.config_class.model_type})
 
 

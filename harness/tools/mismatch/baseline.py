@@ -159,7 +159,9 @@ class Baseline:
     def different_fields(self, engine: RolloutEngine) -> list[str]:
         """Return a phrase for each field of the model's config that is another one in the engine than in the trainer."""
         theirs = all_gather(engine.ask(recording.config_fields) if engine.can_ask else {})[0]
-        ours = recording.plain_fields(AutoConfig.from_pretrained(str(self.inputs.model_folder)).to_dict())
+        ours = recording.plain_fields(
+            AutoConfig.from_pretrained(str(self.inputs.model_folder), trust_remote_code=False).to_dict()
+        )
         return operators.different_fields(theirs, ours)
 
     def compare_outputs(self, call: Call) -> tuple[list[Compared], float | None]:

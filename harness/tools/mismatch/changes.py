@@ -139,7 +139,7 @@ class Changes:
         what is computed, ends the run: the other ranks are in collectives, which only their end can interrupt.
         """
         base = self.baseline
-        config = AutoConfig.from_pretrained(str(base.weights))
+        config = AutoConfig.from_pretrained(str(base.weights), trust_remote_code=False)
         try:
             _, model = build_on_meta(config, self._dtype(change), self._attention(change))
         except (ValueError, ImportError) as error:

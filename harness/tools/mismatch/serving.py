@@ -48,7 +48,7 @@ class Serving:
 def serving_of(run: RunContext, inputs: Inputs, tokens: int) -> Serving:
     """Return what can be changed in the engines of a run. tokens: as in Serving."""
     api = sglang_api.probe()
-    fields = AutoConfig.from_pretrained(str(inputs.model_folder)).get_text_config().to_dict()
+    fields = AutoConfig.from_pretrained(str(inputs.model_folder), trust_remote_code=False).get_text_config().to_dict()
     attention = attention_of(fields)
     major, minor = torch.cuda.get_device_capability(run.world.device) if run.world.device_type == "cuda" else (0, 0)
     return Serving(

@@ -9,7 +9,7 @@ from harness.config.schema import Config
 from harness.inputs import Inputs
 from harness.observer import RunContext
 from harness.rollout import sglang_api
-from harness.rollout.defaults import engine_defaults
+from harness.rollout.defaults import engine_defaults, without_models_code
 from harness.runtime import redact
 from harness.tools.export.program import printable, stand_in_names, templates
 from harness.tools.mismatch.answer import IN_DECODING, Answer, Source
@@ -57,6 +57,7 @@ def arm(config: Config, device: Any, attention: str, dtype: str = "") -> dict[st
         "skip_tokenizer_init": True,
         **config.engine.args,
     }
+    arguments = without_models_code(arguments)
     arguments.pop("enable_memory_saver", None)
     # The program scores given tokens, for which SGLang asks no draft model; the CPU would need more stand-ins for one.
     arguments = {name: value for name, value in arguments.items() if not name.startswith("speculative_")}

@@ -36,7 +36,7 @@ def make_predictable(folder: Path) -> dict[str, Any]:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     if not any(map(is_of_mtp_layer, tensors)):
-        add_mtp_layer(file, AutoConfig.from_pretrained(str(folder)), seed=0)
+        add_mtp_layer(file, AutoConfig.from_pretrained(str(folder), trust_remote_code=False), seed=0)
         tensors = load_file(file)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
