@@ -47,6 +47,7 @@ _EVENTS = {
     "log_prob_baseline": msgspec.defstruct(
         "Baseline", [*_EVERY, ("log_prob_difference_mean", float), ("allowed", float)]
     ),
+    "trainer_rounding": msgspec.defstruct("Rounding", [*_EVERY, ("allowed", float)]),
     "span": msgspec.defstruct("Span", [*_EVERY, ("part", str), ("began", float), ("ended", float)]),
 }
 _OTHER = msgspec.defstruct("OtherEvent", _EVERY)

@@ -256,6 +256,14 @@ def test_a_program_quantizes_as_the_run_does(server: bool, tmp_path: Path, monke
         assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+def test_a_program_allows_what_its_run_measured_with_and_without_a_baseline(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 2)
+    assert "TOLERANCE = 0.026 " in render(read_subject([str(folder)]))
+    for file in (folder / "events").iterdir():
+        file.write_text(file.read_text().replace("log_prob_baseline", "trainer_rounding").replace("0.026", "0.014"))
+    assert "TOLERANCE = 0.014 " in render(read_subject([str(folder)]))
+
+
 def test_an_fp8_program_allows_what_is_healthy_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     text = render(subject_of(FP8, "--engine.device", "cuda"))
