@@ -3,6 +3,7 @@
 The trainer's shards are there and finite, and the engine's own loader, as traced, would take every tensor whole.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress, pairwise
@@ -135,6 +136,7 @@ def coverage_problems(
     twice = {name: count for name, count in counts.items() if count > 1}
     found += [f"{name}: sent {count} times, and the engine keeps the last of them" for name, count in twice.items()]
     found += _overwritten(coverage)
+    found += _too_short(groups, coverage)
     # A tensor is unknown only if no rank reads it: where sizes are padded, the last ranks hold padding only.
     unknown = set(coverage[0].unknown).intersection(*(each.unknown for each in coverage))
     untold = {name for each in coverage for name in each.opaque}
@@ -216,6 +218,47 @@ def _overwritten(coverage: Sequence[LoadCoverage]) -> list[str]:
             f"{name}: {first} and {second} fill the same elements of it{where}; the engine keeps the second"
         )
     return sentences
+
+
+def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> list[str]:
+    """Return one sentence for each tensor behind which the loaders write zeros that the model's config does not explain."""
+    sentences = []
+    for number, group in enumerate(groups):
+        shapes = {view.name: view.shape for view in group.views}
+        for into in dict.fromkeys(name for each in coverage for name in each.padded.get(number, ())):
+            zeros = {each.rank: each.padded.get(number, {}).get(into, 0) for each in coverage}
+            read: dict[str, Counter[int]] = defaultdict(Counter)
+            for each in coverage:
+                for copy in each.copies[number]:
+                    if copy.into == into:
+                        read[copy.source.name][each.rank] += copy.source.numel
+            ranks = {rank for rank, count in zeros.items() if count}.union(*read.values())
+            filled, made_zero = sum(sum(counts.values()) for counts in read.values()), sum(zeros.values())
+            sizes = next(each.sizes for each in coverage if zeros[each.rank])
+            short = _shorter_names(read, len(ranks)) or list(read)
+            if not all(sizes.explain(shapes[name], filled, made_zero, len(ranks)) for name in short):
+                sentences += [
+                    f"{name}: sent as {list(shapes[name])}, which is too short for the engine's {into}: it would make"
+                    f" {made_zero} elements zero, and no size in its config explains them"
+                    for name in short
+                ]
+    return sentences
+
+
+def _shorter_names(read: Mapping[str, Counter[int]], ranks: int) -> list[str]:
+    """Return the names of which the ranks read less than of others that differ in numbers alone, or some ranks less than others.
+
+    read: name -> rank -> elements. ranks: how many share each name, unless some of the names are of other experts.
+    """
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in read:
+        kinds[re.sub(r"\d+", "*", name)].append(name)
+    found = []
+    for names in kinds.values():
+        most = max(count for name in names for count in read[name].values())
+        sharing = ranks if len(names) == 1 else max(len(read[name]) for name in names)
+        found += [name for name in names if sum(read[name].values()) < most * sharing]
+    return found
 
 
 def _misfit(

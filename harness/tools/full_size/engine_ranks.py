@@ -179,13 +179,15 @@ def given_to_all(ranks: Sequence[EngineRank]) -> tuple[tuple[FusingGroup, ...], 
     coverage = []
     for each in ranks:
         copies = dict(zip(map(_key, each.groups), each.coverage.copies, strict=True))
+        padded = {_key(each.groups[number]): zeros for number, zeros in each.coverage.padded.items()}
         others = [view.name for key, group in groups.items() if key not in copies for view in group.views]
         missing = {name: found for name, found in each.coverage.missing.items() if layer_of(name) in each.layers}
         twice = {name: found for name, found in each.coverage.overwritten.items() if layer_of(name) in each.layers}
         coverage.append(
             replace(
                 each.coverage, copies=[copies.get(key, []) for key in groups], missing=missing, overwritten=twice,
-                unknown=[*each.coverage.unknown, *others], padded={},
+                unknown=[*each.coverage.unknown, *others],
+                padded={number: padded[key] for number, key in enumerate(groups) if key in padded},
             )
         )  # fmt: skip
     return tuple(groups.values()), coverage

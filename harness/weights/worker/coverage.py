@@ -24,6 +24,7 @@ from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
 from harness.weights.worker.model_state import derived_tensors, fingerprint, model_tensors, sent_parameters
 from harness.weights.worker.undo import UndoneWrites, address, storage
 from harness.weights.worker.written_twice import written_twice
+from harness.weights.zero_padding import ModelSizes
 
 _KEPT = "_harness_trace"
 PADDING = "padding"
@@ -59,8 +60,10 @@ class LoadCoverage:
     """Checkpoint names that arrive in a way that cannot be followed: only loading them again shows whether they did."""
     computing: list[str] = field(default_factory=list)
     """Names of tensors of the trainer, as sent, that the loader does more with than copy: those to load again."""
-    padded: dict[int, list[str]] = field(default_factory=dict)
-    """Number of a group -> the engine's tensors that its load makes zero in part."""
+    padded: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Number of a group -> the engine's tensors that its load makes zero in part -> how many of their elements."""
+    sizes: ModelSizes = field(default_factory=ModelSizes)
+    """The sizes in the config of the engine's model, which may explain these zeros."""
     derives: bool = False
     """The loader ends with post_load_weights, which derives tensors from what was copied."""
     derived_over: list[str] = field(default_factory=list)
@@ -233,13 +236,18 @@ class LoaderTrace:
             elements[parameter.dtype] += parameter.numel()
         found = LoadCoverage(rank=dist.get_rank(), dtype=elements.most_common(1)[0][0], derives=self.derives)
         found.only_once = self.only_once
+        if any(self.padding):
+            found.sizes = ModelSizes.of(self.model)
         name_of = self._names()
         for number, (group, traced) in enumerate(zip(self.groups, self.traces, strict=True)):
             found.copies.append(
                 [LoaderCopy(copy.source, name_of(copy.target), copy.target.dtype) for copy in traced.copies]
             )
             if padding := self.padding[number]:
-                found.padded[number] = [name_of(zeros) for zeros in padding]
+                zeros = Counter[str]()
+                for part in padding:
+                    zeros[name_of(part)] += part.numel()
+                found.padded[number] = dict(zeros)
             if traced.error:
                 found.errors |= self._blame(group, traced)
                 continue
