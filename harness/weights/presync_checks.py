@@ -3,7 +3,6 @@
 The trainer's shards are there and finite, and the engine's own loader, as traced, would take every tensor whole.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress, pairwise
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from harness.cluster.world import all_gather
 from harness.trainer.rows import own_rows
 from harness.weights.fusing import FusingGroup
-from harness.weights.tensor_view import TensorView, loses_precision, span
+from harness.weights.tensor_view import TensorView, loses_precision, span, without_numbers
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
 
 SHOWN = 8
@@ -142,12 +141,10 @@ def coverage_problems(
     untold = {name for each in coverage for name in each.opaque}
     refused = {name for key in errors for name in key.split(", ")}
     for number, group in enumerate(groups):
-        if any(view.name in refused for view in group.views):
-            continue  # the loader never came to those after the one that it refuses
         copies: dict[str, list[LoaderCopy]] = defaultdict(list)
         for copy in (copy for each in coverage for copy in each.copies[number]):
             copies[copy.source.name].append(copy)
-        for view in group.views:
+        for view in (each for each in group.views if each.name not in refused):
             if view.name in unknown:
                 found.append(f"{view.name}: the engine knows no such parameter and would ignore it")
             elif view.name not in untold and view.name not in twice:
@@ -252,7 +249,7 @@ def _shorter_names(read: Mapping[str, Counter[int]], ranks: int) -> list[str]:
     """
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in read:
-        kinds[re.sub(r"\d+", "*", name)].append(name)
+        kinds[without_numbers(name)].append(name)
     found = []
     for names in kinds.values():
         most = max(count for name in names for count in read[name].values())
@@ -285,7 +282,24 @@ def _misfit(
             f"{view.name}: of its {view.numel} elements ({list(view.shape)}) the engine would read {count};"
             " its shape is not the engine's"
         )
+    elif any(_is_reviewed(view, copy.source) for copy in copies):
+        sentences.append(
+            f"{view.name}: the engine reads its {list(view.shape)} as another shape of as many elements, so each would be in a"
+            " wrong place"
+        )
+    if view.of == view.name and len(view.shape) == 2 and len(set(view.shape)) == 1 and view.stride[0] < view.stride[1]:
+        sentences.append(f"{view.name}: sent transposed, which no loader can tell, as it is square")
     return sentences
+
+
+def _is_reviewed(view: TensorView, read: TensorView) -> bool:
+    """Return whether an axis along which a loader reads begins inside an axis of the tensor and goes on beyond its end.
+
+    A loader may join axes, and divide one, but never join a part of one to others.
+    """
+    return any(
+        stride < step < stride * size < step * count for step, count in read.steps for stride, size in view.steps
+    )
 
 
 def elements_read(view: TensorView, reads: Iterable[TensorView]) -> int:

@@ -166,7 +166,20 @@ def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[Engin
         if odd := frozenset().union(*(found[rank].odd for rank in stage)):
             again |= {rank: (shape, rank, layers, replace(first, odd=odd)) for rank in stage}
     found |= _in_processes(again, shape.processes)
-    return [found[rank] for rank in parts]
+    return _with_layers_of_nobody([found[rank] for rank in parts], layers)
+
+
+def _with_layers_of_nobody(ranks: list[EngineRank], layers: Layers) -> list[EngineRank]:
+    """Add to the first rank, as ignored, the layers that no rank holds. One rank of each stage was given them, and ignored them."""
+    held = frozenset().union(*(each.held_layers | each.layers for each in ranks))
+    groups = [group for layer in sorted(layers.keys() - held - {NO_LAYER}) for group in layers[layer]]
+    first, coverage = ranks[0], ranks[0].coverage
+    ignored = replace(
+        coverage,
+        copies=[*coverage.copies, *([] for _ in groups)],
+        unknown=[*coverage.unknown, *sorted(_names_of(groups))],
+    )
+    return [replace(first, groups=(*first.groups, *groups), coverage=ignored), *ranks[1:]]
 
 
 def given_to_all(ranks: Sequence[EngineRank]) -> tuple[tuple[FusingGroup, ...], list[LoadCoverage]]:

@@ -7,7 +7,7 @@ because nothing else of ours lives as long as the scheduler does.
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from harness.rollout.served_models import models_in
 from harness.weights.fusing import FusingGroup
-from harness.weights.tensor_view import TensorView, span
+from harness.weights.tensor_view import NUMBER, TensorView, span, without_numbers
 from harness.weights.worker.alike_groups import AlikeGroups
 from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
 from harness.weights.worker.model_state import derived_tensors, fingerprint, model_tensors, sent_parameters
@@ -69,7 +69,7 @@ class LoadCoverage:
     derived_over: list[str] = field(default_factory=list)
     """Those of `computing` that post_load_weights changes in place: only both together can be done again."""
     missing: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The engine's parameter -> (elements that nothing fills, all elements). Empty if a tensor is refused: it could fill any."""
+    """The engine's parameter -> (elements that nothing fills, all elements), less those that a refused tensor would fill."""
 
     only_once: str = ""
     """Why the loader cannot load a second time after it has loaded once; "" if it can."""
@@ -239,7 +239,12 @@ class LoaderTrace:
         if any(self.padding):
             found.sizes = ModelSizes.of(self.model)
         name_of = self._names()
+        traces = list(self.traces)
         for number, (group, traced) in enumerate(zip(self.groups, self.traces, strict=True)):
+            if traced.error:
+                blamed = self._blame(group, traced)
+                found.errors |= blamed
+                traces[number] = traced = self._trace_others(group, blamed)
             found.copies.append(
                 [LoaderCopy(copy.source, name_of(copy.target), copy.target.dtype) for copy in traced.copies]
             )
@@ -248,16 +253,15 @@ class LoaderTrace:
                 for part in padding:
                     zeros[name_of(part)] += part.numel()
                 found.padded[number] = dict(zeros)
-            if traced.error:
-                found.errors |= self._blame(group, traced)
-                continue
             found.unknown += [view.name for view in traced.views if view.name not in traced.used]
             found.opaque += sorted(traced.opaque)
             computing = {view.of for view in group.views if view.name in traced.opaque | traced.computed_with}
             found.computing += sorted(computing)
             found.derived_over += sorted({view.of for view in group.views if view.name in self.derived_over})
-        if not found.errors:
-            found.missing = self._missing()
+        found.missing = self._missing(traces)
+        if found.errors:
+            refused = [name for names in found.errors for name in names.split(", ")]
+            excuse(found.missing, refused, found.copies)
         for first, second in written_twice(self.copies()):
             if into := name_of(second.target):
                 found.overwritten.setdefault(into, (first.source.name, second.source.name))
@@ -278,9 +282,9 @@ class LoaderTrace:
 
         return name_of
 
-    def _missing(self) -> dict[str, tuple[int, int]]:
+    def _missing(self, traces: Sequence[GroupTrace]) -> dict[str, tuple[int, int]]:
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for traced in self.traces:
+        for traced in traces:
             for part in (*(copy.target for copy in traced.copies), *traced.zeros, *traced.computed):
                 parts[storage(part)].append(part)
         return {
@@ -289,11 +293,54 @@ class LoaderTrace:
         }
 
     def _blame(self, group: FusingGroup, traced: GroupTrace) -> dict[str, str]:
-        """Return the tensors that make the loader raise even alone; the whole group if none does."""
-        undone = UndoneWrites(self.model)
-        alone = {view.name: self.trace_group(replace(group, views=(view,)), undone).error for view in group.views}
-        guilty = {name: error for name, error in alone.items() if error}
-        return guilty or {", ".join(alone): traced.error}
+        """Return the tensors that make the loader raise alone, or that it raises for beside the others; the whole group if none does."""
+        for others in ((), group.views):
+            guilty = {}
+            for view in group.views:
+                views = tuple(each for each in others if each is not view) or (view,)
+                error = self._retraced(group, views).error
+                if bool(error) != bool(others):
+                    guilty[view.name] = error or traced.error
+            if guilty:
+                break
+        if others and guilty:
+            return {", ".join(guilty): traced.error}
+        return guilty or {", ".join(view.name for view in group.views): traced.error}
+
+    def _trace_others(self, group: FusingGroup, blamed: Mapping[str, str]) -> GroupTrace:
+        """Return what the loader does with those of a group that it does not refuse."""
+        refused = {name for names in blamed for name in names.split(", ")}
+        others = tuple(view for view in group.views if view.name not in refused)
+        return self._retraced(group, others) if others else GroupTrace(())
+
+    def _retraced(self, group: FusingGroup, views: tuple[TensorView, ...]) -> GroupTrace:
+        return self.trace_group(replace(group, views=views), UndoneWrites(self.model))
+
+
+def excuse(
+    missing: dict[str, tuple[int, int]], refused: Collection[str], copies: Sequence[Sequence[LoaderCopy]]
+) -> None:
+    """Subtract from what is missing what the refused tensors would fill if they fitted.
+
+    That is what tensors fill whose names differ from theirs in numbers alone, such as those of another layer. Where there are
+    none, it is the parameter of the same name, or all that is missing of the module.
+    """
+    fills: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for copy in itertools.chain(*copies):
+        fills[without_numbers(copy.source.name)][copy.source.name][copy.into] += copy.source.numel
+    for name in refused:
+        alike = fills.get(without_numbers(name), {})
+        due = {into: count for each in alike.values() for into, count in each.items()}
+        numbers = NUMBER.findall(name)
+        places = {without_numbers(into): count for into, count in due.items()}
+        module = name.rpartition(".")[0]
+        for into, (lost, elements) in missing.items():
+            if due:
+                numbered = NUMBER.findall(into)
+                count = places.get(without_numbers(into), 0) if numbered == numbers[: len(numbered)] else 0
+            else:
+                count = elements if into == name or (name not in missing and into.startswith(f"{module}.")) else 0
+            missing[into] = max(0, lost - count), elements
 
 
 def _some(names: Sequence[str]) -> str:
