@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from harness.cluster.world import all_gather
 from harness.trainer.rows import own_rows
 from harness.weights.fusing import FusingGroup
-from harness.weights.tensor_view import TensorView, loses_precision, span
+from harness.weights.tensor_view import TensorView, loses_precision, span, without_numbers
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
 
 SHOWN = 8
@@ -135,17 +135,16 @@ def coverage_problems(
     twice = {name: count for name, count in counts.items() if count > 1}
     found += [f"{name}: sent {count} times, and the engine keeps the last of them" for name, count in twice.items()]
     found += _overwritten(coverage)
+    found += _too_short(groups, coverage)
     # A tensor is unknown only if no rank reads it: where sizes are padded, the last ranks hold padding only.
     unknown = set(coverage[0].unknown).intersection(*(each.unknown for each in coverage))
     untold = {name for each in coverage for name in each.opaque}
     refused = {name for key in errors for name in key.split(", ")}
     for number, group in enumerate(groups):
-        if any(view.name in refused for view in group.views):
-            continue  # the loader never came to those after the one that it refuses
         copies: dict[str, list[LoaderCopy]] = defaultdict(list)
         for copy in (copy for each in coverage for copy in each.copies[number]):
             copies[copy.source.name].append(copy)
-        for view in group.views:
+        for view in (each for each in group.views if each.name not in refused):
             if view.name in unknown:
                 found.append(f"{view.name}: the engine knows no such parameter and would ignore it")
             elif view.name not in untold and view.name not in twice:
@@ -218,6 +217,47 @@ def _overwritten(coverage: Sequence[LoadCoverage]) -> list[str]:
     return sentences
 
 
+def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> list[str]:
+    """Return one sentence for each tensor behind which the loaders write zeros that the model's config does not explain."""
+    sentences = []
+    for number, group in enumerate(groups):
+        shapes = {view.name: view.shape for view in group.views}
+        for into in dict.fromkeys(name for each in coverage for name in each.padded.get(number, ())):
+            zeros = {each.rank: each.padded.get(number, {}).get(into, 0) for each in coverage}
+            read: dict[str, Counter[int]] = defaultdict(Counter)
+            for each in coverage:
+                for copy in each.copies[number]:
+                    if copy.into == into:
+                        read[copy.source.name][each.rank] += copy.source.numel
+            ranks = {rank for rank, count in zeros.items() if count}.union(*read.values())
+            filled, made_zero = sum(sum(counts.values()) for counts in read.values()), sum(zeros.values())
+            sizes = next(each.sizes for each in coverage if zeros[each.rank])
+            short = _shorter_names(read, len(ranks)) or list(read)
+            if not all(sizes.explain(shapes[name], filled, made_zero, len(ranks)) for name in short):
+                sentences += [
+                    f"{name}: sent as {list(shapes[name])}, which is too short for the engine's {into}: it would make"
+                    f" {made_zero} elements zero, and no size in its config explains them"
+                    for name in short
+                ]
+    return sentences
+
+
+def _shorter_names(read: Mapping[str, Counter[int]], ranks: int) -> list[str]:
+    """Return the names of which the ranks read less than of others that differ in numbers alone, or some ranks less than others.
+
+    read: name -> rank -> elements. ranks: how many share each name, unless some of the names are of other experts.
+    """
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in read:
+        kinds[without_numbers(name)].append(name)
+    found = []
+    for names in kinds.values():
+        most = max(count for name in names for count in read[name].values())
+        sharing = ranks if len(names) == 1 else max(len(read[name]) for name in names)
+        found += [name for name in names if sum(read[name].values()) < most * sharing]
+    return found
+
+
 def _misfit(
     view: TensorView, copies: Sequence[LoaderCopy], engine_dtype: torch.dtype | None, *, is_buffer: bool
 ) -> list[str]:
@@ -242,7 +282,24 @@ def _misfit(
             f"{view.name}: of its {view.numel} elements ({list(view.shape)}) the engine would read {count};"
             " its shape is not the engine's"
         )
+    elif any(_is_reviewed(view, copy.source) for copy in copies):
+        sentences.append(
+            f"{view.name}: the engine reads its {list(view.shape)} as another shape of as many elements, so each would be in a"
+            " wrong place"
+        )
+    if view.of == view.name and len(view.shape) == 2 and len(set(view.shape)) == 1 and view.stride[0] < view.stride[1]:
+        sentences.append(f"{view.name}: sent transposed, which no loader can tell, as it is square")
     return sentences
+
+
+def _is_reviewed(view: TensorView, read: TensorView) -> bool:
+    """Return whether an axis along which a loader reads begins inside an axis of the tensor and goes on beyond its end.
+
+    A loader may join axes, and divide one, but never join a part of one to others.
+    """
+    return any(
+        stride < step < stride * size < step * count for step, count in read.steps for stride, size in view.steps
+    )
 
 
 def elements_read(view: TensorView, reads: Iterable[TensorView]) -> int:

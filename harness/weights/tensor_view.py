@@ -1,9 +1,13 @@
 """TensorView: the one record of "some elements of a tensor", used from the checkpoint's names to the engine's parameters."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""In a tensor's name: the number of a layer or of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,3 +73,8 @@ def loses_precision(sent: torch.dtype, held: torch.dtype) -> bool:
     if any(each.is_floating_point and each.itemsize == 1 for each in (sent, held)):  # torch promotes no 8-bit floats
         return not (held.is_floating_point and held.itemsize > sent.itemsize)
     return torch.promote_types(sent, held) != held
+
+
+def without_numbers(name: str) -> str:
+    """Return what tensors of other layers and other experts have in common in their names."""
+    return NUMBER.sub("*", name)

@@ -26,6 +26,7 @@ from harness.weights.presync_checks import (
 )
 from harness.weights.tensor_view import TensorView
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
+from harness.weights.zero_padding import ModelSizes
 from tests.cluster.gloo import on_ranks
 from tests.weights.toy_model import view_of
 
@@ -478,3 +479,54 @@ def test_ranks_that_hold_different_shards_leave_padding_to_the_last() -> None:
         for rank in range(2)
     ]
     assert unfilled_on_some_ranks([*shards, LoadCoverage(rank=2, missing={"head": (6, 6)})]) == {}
+
+
+def padded(zeros: int, config: dict[str, int], *per_rank: torch.Tensor) -> list[LoadCoverage]:
+    """Two ranks that read these parts, the last of which makes so many elements zero behind its own."""
+    found = coverage(*([part] for part in per_rank))
+    last = replace(found[-1], padded={0: {"engine's": zeros}}, sizes=ModelSizes.of(with_config(config)))
+    return [*found[:-1], last]
+
+
+def with_config(config: dict[str, int]) -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.config = config
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "zeros"),
+    [
+        ({"intermediate_size": 5, "hidden_size": 6}, 6),
+        ({"original_num_heads": 5, "num_heads": 8}, 18),
+    ],
+    ids=["rounded up to two ranks", "by SGLang's CPU mode"],
+)
+def test_zeros_behind_a_size_that_does_not_divide_are_padding(config: dict[str, int], zeros: int) -> None:
+    sent, whole = entry(shape=(5, 6)), torch.zeros(5, 6, dtype=torch.bfloat16)
+    assert coverage_problems(groups([sent]), padded(zeros, config, whole[:3], whole[3:])) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "zeros"),
+    [({"intermediate_size": 8, "hidden_size": 6}, 24), ({"intermediate_size": 5, "hidden_size": 6}, 9), ({}, 6)],
+    ids=["one rank's shard", "more than the ranks need", "no such size"],
+)
+def test_zeros_that_no_size_explains_are_refused(config: dict[str, int], zeros: int) -> None:
+    sent, whole = entry(shape=(4, 6)), WHOLE
+    (sentence,) = coverage_problems(groups([sent]), padded(zeros, config, whole[:3], whole[3:]))
+    assert sentence.startswith(
+        f"a: sent as [4, 6], which is too short for the engine's engine's: it would make {zeros}"
+    )
+
+
+def test_of_experts_the_one_that_is_too_short_is_named() -> None:
+    names = [f"experts.{number}" for number in range(3)]
+    views = [entry(name=name, shape=(2 if name == "experts.1" else 4, 6)) for name in names]
+    ranks = []
+    for rank in range(2):
+        parts = {name: WHOLE[2 * rank : 2 * rank + 2] for name in names if (rank, name) != (1, "experts.1")}
+        copies = [copy_of(part, name=name) for name, part in parts.items()]
+        ranks.append(LoadCoverage(rank=rank, copies=[copies], padded={0: {"engine's": 12}} if rank else {}))
+    (sentence,) = coverage_problems(groups(views), ranks)
+    assert sentence.startswith("experts.1: sent as [2, 6], which is too short")

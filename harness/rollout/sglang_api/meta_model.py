@@ -47,6 +47,8 @@ class MetaRank(NamedTuple):
     """The KV cache of one token by kind of kv_cache_dtype, see meta_kv_cache.py. Empty for a draft model."""
     notes: tuple[str, ...]
     """What SGLang decided by itself, and a reader of its answer should know."""
+    unfit: str = ""
+    """Why such an engine computes wrongly, though SGLang builds it; "" if nothing is known."""
 
 
 def prepare_import(folder: Path, draft: bool = False) -> None:
@@ -131,6 +133,7 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
         config_class = _module("srt.configs.model_config").ModelConfig
         model_config = config_class.from_server_args(server_arguments, model_path=str(folder), is_draft_model=True)
     loader, load_config = _module("srt.model_loader.loader"), load("srt/configs/load_config.py", "LoadConfig")("dummy")
+    heads = model_config.num_attention_heads
     _check_class(model_config)
     shapes_of_gpu(model_config.hf_config)
     quantization = loader._get_quantization_config(model_config, load_config)
@@ -144,7 +147,28 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
         return MetaRank(model, {}, ())
     _check_pipeline(model, resolved.pp_size)
     notes = tuple(_notes(model_config, arguments))
-    return MetaRank(model, kv_caches(model, model_config, server_arguments, resolved), notes)
+    unfit = _lacks_attention_dp(model, heads, arguments)
+    return MetaRank(model, kv_caches(model, model_config, server_arguments, resolved), notes, unfit)
+
+
+def _lacks_attention_dp(model: Any, heads: int, arguments: Mapping[str, Any]) -> str:
+    """Return a sentence if the class cuts its attention over all ranks although the engine has attention DP; else "".
+
+    heads: of the whole model. Each group of attention DP serves other requests and allocates a KV cache for the heads of its
+    own ranks, so together they must hold all heads; a class that divides them by tp_size would add up ranks of other requests.
+    """
+    groups = arguments.get("dp_size") or 1
+    if groups == 1 or not arguments.get("enable_dp_attention"):
+        return ""
+    held = max((getattr(module, "tp_q_head_num", 0) for module in model.modules()), default=0)
+    ranks = arguments["tp_size"] // groups
+    if not held or held * ranks >= heads:
+        return ""
+    return (
+        f"SGLang's {type(model).__name__} does not know attention DP: with {groups} groups of {ranks} rank(s) each rank must have"
+        f" {heads // ranks} of the {heads} attention heads, as each group serves other requests, and this class gives it"
+        f" {held}, as without attention DP"
+    )
 
 
 def _check_pipeline(model: Any, stages: int) -> None:
@@ -160,7 +184,7 @@ def _notes(model_config: Any, arguments: Mapping[str, Any]) -> Iterator[str]:
     if can_see and not model_config.is_multimodal and arguments.get("enable_multimodal") is None:
         yield (
             f"SGLang disables multimodal input for {names[0]} by default, and may then build the language model alone;"
-            " engine.args.enable_multimodal = true enables it"
+            " engine.args.enable_multimodal = true in a run's config enables it, or --engine.args.enable_multimodal true with --nnodes"
         )
 
 

@@ -19,13 +19,14 @@ from harness.config.layers import ConfigError
 from harness.rollout.sglang_api.absent_hardware import AssumedGpu
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size import draft_model, engine_ranks, whole_run
+from harness.tools.full_size.checkpoint_beside import CheckpointBeside, compare_checkpoint
 from harness.tools.full_size.draft_model import DraftModel
 from harness.tools.full_size.engine_ranks import EngineRank
 from harness.tools.full_size.findings import Findings
 from harness.tools.full_size.passed_on import refused_for_hardware
 from harness.tools.full_size.question import Options, Question
 from harness.tools.full_size.sync_plan import Rates
-from harness.tools.full_size.trainer_names import TrainerNames, trainer_names
+from harness.tools.full_size.trainer_names import TrainerNames, trainer_class, trainer_names
 from harness.tools.full_size.whole_run import WholeRun
 from harness.weights.fp8_checkpoint import write_quantized_model
 from harness.weights.fusing import fusing_groups
@@ -52,6 +53,8 @@ class Answer:
     findings: Findings | None = None
     """About the target model; None if the engine cannot be built."""
     draft: DraftModel | None = None
+    checkpoint: CheckpointBeside | None = None
+    """How a checkpoint beside config.json differs, if there is one."""
     whole: WholeRun | None = None
     """The whole run, if it was asked about."""
     seconds: float = 0.0
@@ -60,7 +63,13 @@ class Answer:
     @property
     def problems(self) -> tuple[str, ...]:
         """One sentence for each tensor that does not arrive, of the draft model too."""
-        return tuple(problem for each in self._all_findings() for problem in each.problems)
+        of_checkpoint = self.checkpoint.problems if self.checkpoint else ()
+        return (*of_checkpoint, *(problem for each in self._all_findings() for problem in each.problems))
+
+    @property
+    def unfit(self) -> str:
+        """Why the engine would compute wrongly, though it is built; "" if nothing is known."""
+        return next((each.unfit for each in self.ranks if each.unfit), "")
 
     @property
     def untold(self) -> tuple[str, ...]:
@@ -70,7 +79,9 @@ class Answer:
     @property
     def code(self) -> int:
         """The exit code."""
-        return int(bool(self.cannot_build or self.problems or (self.whole and not self.whole.memory.fits)))
+        return int(
+            bool(self.cannot_build or self.unfit or self.problems or (self.whole and not self.whole.memory.fits))
+        )
 
     @property
     def rates(self) -> Rates:
@@ -88,7 +99,12 @@ class Answer:
             return f"the engine cannot be built: {self.cannot_build}"
         if count := len(self.problems):
             more = f", of which {shown} are shown" if count > shown else ""
-            return f"{count} problem(s){more}: the trainer's weights do not all arrive; first: {self.problems[0]}"
+            return (
+                f"{count} problem(s){more}: the trainer's weights, by the names that transformers' save_pretrained writes, do not"
+                f" all arrive; first: {self.problems[0]}"
+            )
+        if self.unfit:
+            return f"the engine is built, but would compute wrongly: {self.unfit}"
         told = len(self.layout) - len(self.untold)
         followed = f"every name that could be followed ({told:,})" if self.untold else "every name"
         arrives = f"{followed} arrives whole, and every parameter of the engine is filled{self._draft_verdict()}"
@@ -116,11 +132,17 @@ class Answer:
                 f"SGLang asked torch.cuda for {', '.join(asked)} and was told those of an {AssumedGpu.name}, which is absent"
             )
         yield from dict.fromkeys(note for each in self.ranks for note in each.notes)
+        yield from self.checkpoint.notes if self.checkpoint else ()
         if not self.findings:
             return
         if self.findings.kv_cache_scales:
             yield (
                 "not filled, as published checkpoints lack them and SGLang sets them itself: scales of the attention's KV cache"
+            )
+        if widened := self.findings.widened:
+            yield (
+                f"sent in fewer bits than the engine holds, so what the trainer rounds off is lost: {widened[0]};"
+                f" {len(widened)} such"
             )
         if padding := self.findings.padding:
             yield f"in every layer alike, as padding is: {padding[0]}; {len(padding)} such"
@@ -129,6 +151,8 @@ class Answer:
         """Yield what is printed between the tables and the verdict."""
         yield from self.notes()
         yield from (f"  {line}" for line in self.problems[:SHOWN])
+        if self.problems and self.unfit:
+            yield f"  {self.unfit}"
         if self.untold:
             yield (
                 f"not followed, as the loader computes with them: {len(self.untold)} names, such as {self.untold[0]}"
@@ -178,6 +202,10 @@ def find_answer(name: str, options: Options, question: Question, started: float,
     dtype = getattr(torch, question.dtype)
     if question.quantized:
         write_quantized_model(str(question.folder), question.quantized, dtype, weights=False)
+    print(
+        f"{name}: SGLang and transformers are imported ({imported - started:.1f} s); building the trainer's class",
+        flush=True,
+    )
     names = _names_sent(question, dtype)
     layout = names.layout
     mtp = draft_model.mtp_layout(question.folder, layout) if question.has_draft else ()
@@ -186,10 +214,16 @@ def find_answer(name: str, options: Options, question: Question, started: float,
         folder=question.engine_folder, arguments=question.arguments, tp=question.tp, pp=question.pp,
         processes=len(os.sched_getaffinity(0)),
     )  # fmt: skip
-    print(f"{name}: {len(layout):,} names, {total_gb(layout):.1f} GB; imports {imported - started:.1f} s")
+    print(
+        f"{name}: {len(layout):,} names as transformers' save_pretrained writes them, {total_gb(layout):.1f} GB; imports"
+        f" {imported - started:.1f} s",
+        flush=True,
+    )
     for line in question.passed_on.as_lines():
         print(line)
-    answer = Answer(name=name, options=options, question=question, layout=layout)
+    answer = Answer(
+        name=name, options=options, question=question, layout=layout, checkpoint=_checkpoint(question, names, dtype)
+    )  # fmt: skip
     peaks = whole_run.measure_trainer(question.folder, question.run, shape.processes) if question.run else {}
     try:
         ranks = engine_ranks.examine(shape, groups, options.all_ranks)
@@ -221,6 +255,13 @@ def _names_sent(question: Question, dtype: torch.dtype) -> TrainerNames:
         raise ConfigError(f"transformers refuses {question.folder}/config.json: {cause}.") from None
 
 
+def _checkpoint(question: Question, names: TrainerNames, dtype: torch.dtype) -> CheckpointBeside | None:
+    """Return how the checkpoint in MODEL's folder differs from what the trainer's class loads."""
+    loaded = trainer_names(question.folder, dtype) if question.quantized else names
+    trainer, _ = trainer_class(question.folder)
+    return compare_checkpoint(question.folder, loaded.layout, trainer._keys_to_ignore_on_load_unexpected or ())
+
+
 def total_gb(layout: Sequence[TensorView]) -> float:
     """Return the GB of tensors."""
     return sum(view.nbytes for view in layout) / 1e9
@@ -244,11 +285,16 @@ def _draft_lines(draft: DraftModel) -> Iterator[str]:
 
 
 def _how_given(ranks: Sequence[EngineRank], names: int) -> str:
-    whole = sum(1 for each in ranks if each.given == names)
-    if whole == len(ranks):
+    if all(each.given == names for each in ranks):
         return f"each was given all {names:,} names"
     most = max(each.given for each in ranks)
-    return f"each was given up to {most:,} of {names:,} names: one layer of each kind, and a part of the layers that are alike"
+    built = sum(1 for each in ranks if each.given)
+    others = (
+        f"{built} of them were built, as the others differ from these in their number alone; "
+        if built < len(ranks)
+        else ""
+    )
+    return f"{others}each was given up to {most:,} of {names:,} names: one layer of each kind, and a part of the layers that are alike"
 
 
 def _peak_gb() -> float:

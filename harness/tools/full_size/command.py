@@ -46,6 +46,7 @@ def check_written(option: str, file: Path) -> None:
 
 def _answer(name: str, options: Options, question: Question) -> int:
     started = time.monotonic()
+    print("importing SGLang's class of this model, and transformers'", flush=True)
     prepare_import(question.folder, question.has_draft)
     with collecting_nothing():
         from harness.rollout.sglang_api import meta_model

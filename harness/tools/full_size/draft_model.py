@@ -35,7 +35,7 @@ class MtpNames:
     layer: str
     """Stands for `model.layers.N` of the decoder layer that the MTP layer repeats."""
     number: str
-    """The field of config.json that says how many there are."""
+    """The field of config.json that says how many there are; "" if there is always one."""
     norms: tuple[str, ...]
     """Norms of the hidden size."""
     projection: str
@@ -54,7 +54,7 @@ DEEPSEEK = MtpNames(
 )
 QWEN = MtpNames(
     layer="mtp.layers.{n}",
-    number="mtp_num_hidden_layers",
+    number="",
     norms=("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
     projection="mtp.fc",
     counts_on=False,
@@ -129,7 +129,7 @@ def mtp_names(folder: Path) -> MtpNames:
             f" of {', '.join(sorted(FAMILIES))}"
         )
     names = FAMILIES[architecture]
-    if not _language(folder).get(names.number):
+    if names.number and not _language(folder).get(names.number):
         raise ConfigError(f"config.json must have {names.number} of 1 or more for --speculative-algorithm.")
     return names
 
@@ -142,7 +142,7 @@ def mtp_layout(folder: Path, sent: Sequence[TensorView]) -> tuple[TensorView, ..
     names, fields = mtp_names(folder), _language(folder)
     decoders = fields["num_hidden_layers"]
     start = decoders if names.counts_on else 0
-    numbers = range(start, start + fields[names.number])
+    numbers = range(start, start + (fields[names.number] if names.number else 1))
     return tuple(view for number in numbers for view in _one_layer(names, number, decoders - 1, sent))
 
 

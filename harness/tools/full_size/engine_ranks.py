@@ -1,9 +1,10 @@
 """What the engine's ranks hold at the model's true size, and what their loaders do with every name.
 
 Each rank is a process forked from one that has imported everything, because SGLang keeps one configuration for each process.
-Every rank is given one layer of each kind, and the ranks of a pipeline stage share the other layers: every name is given to
-one of them. All ranks of a stage run the same code and differ in their number alone. So where a loader does with a layer what
-it does with the first of its kind, the other ranks' loaders do too, and a layer that is unlike it is given to all of them.
+All ranks of a pipeline stage run the same code and differ in their number alone. So its first, its second and its last rank
+are built, and of the others those whose part is not on the line through theirs (ranks_in_line.py). Each that is built is given
+one layer of each kind, and the three share the other layers: every name is given to one of them. Where a loader does with a layer
+what it does with the first of its kind, the other ranks' loaders do too; a layer that is unlike it is given to all.
 """
 
 import json
@@ -11,7 +12,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from harness.rollout.sglang_api.absent_hardware import AssumedGpu, tells_what_is
 from harness.rollout.sglang_api.meta_kv_cache import KvCache
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size.forks import ForkEnded, Told, in_forks
+from harness.tools.full_size.ranks_in_line import RanksInLine
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import span
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy, LoaderTrace
@@ -50,11 +52,10 @@ class Part:
     kinds: Mapping[int, Any]
     """Layer -> what it has in common with others of its kind, as kind_of returns."""
     number: int = 0
-    of: int = 1
-    """It gets the number-th of so many equal shares of the layers that are like others."""
+    of: int = 0
+    """It gets the number-th of so many equal shares of the layers that are like others; 0: none of them."""
     odd: frozenset[int] = frozenset()
-    """Layers that another rank of its stage treats unlike the others of their kind. They stand for themselves, and the others
-    are not shared again."""
+    """Layers that another rank of its stage treats unlike the others of their kind. They stand for themselves."""
     every: bool = False
     """It gets all of them, and each stands for itself."""
 
@@ -85,10 +86,12 @@ class EngineRank:
     layers: frozenset[int]
     """The layers whose groups these are, and those that it holds and for which nothing is sent. Of layers that are alike only
     one is here."""
+    alike: dict[int, int]
+    """Layer -> how many of the others that it holds are like it, and told by it."""
     odd: frozenset[int]
     """Those of its layers that it treats unlike the first of their kind."""
     given: int
-    """How many names its loader was given."""
+    """How many names its loader was given; 0 if it was not built, as it differs from its neighbours in its number alone."""
     held_layers: frozenset[int]
     """The decoder layers that it holds."""
     coverage: LoadCoverage
@@ -104,6 +107,8 @@ class EngineRank:
     """The KV cache of one token by kind of kv_cache_dtype, see meta_kv_cache; none of a draft model."""
     notes: tuple[str, ...] = ()
     """What SGLang decided by itself, and a reader should know."""
+    unfit: str = ""
+    """Why an engine of this class computes wrongly, though it is built; "" if nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +159,78 @@ def _with_index(shape: EngineShape, layers: Layers) -> Iterator[EngineShape]:
 
 def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[EngineRank]:
     kinds = {layer: kind_of(members) for layer, members in layers.items()}
-    first = Part(kinds=kinds, every=every_name)
+    stages = shape.stages()
+    chosen = {stage: sorted({*stage} if every_name else {*stage[:2], *stage[-1:]}) for stage in stages}
     parts = {
-        rank: replace(first, number=number, of=len(stage))
-        for stage in shape.stages()
-        for number, rank in enumerate(stage)
+        rank: Part(kinds=kinds, number=number, of=len(chosen[stage]), every=every_name)
+        for stage in stages
+        for number, rank in enumerate(chosen[stage])
     }
-    found = _in_processes({rank: (shape, rank, layers, part) for rank, part in parts.items()}, shape.processes)
-    again: dict[int, Job] = {}
-    for stage in shape.stages() if not every_name else []:
-        if odd := frozenset().union(*(found[rank].odd for rank in stage)):
-            again |= {rank: (shape, rank, layers, replace(first, odd=odd)) for rank in stage}
-    found |= _in_processes(again, shape.processes)
-    return [found[rank] for rank in parts]
+    found = _in_processes(shape, layers, parts)
+    odd = (
+        {}
+        if every_name
+        else {stage: frozenset().union(*(found[rank].odd for rank in chosen[stage])) for stage in stages}
+    )
+    again = {stage: Part(kinds=kinds, odd=odd[stage]) for stage in odd}
+    found |= _in_processes(
+        shape, layers, {rank: again[stage] for stage in again if odd[stage] for rank in chosen[stage]}
+    )
+    for stage in stages:
+        found |= _ranks_between([found[rank] for rank in chosen[stage]])
+    others = {rank: again[stage] for stage in stages for rank in stage if rank not in found}
+    found |= _in_processes(shape, layers, others)
+    return _with_layers_of_nobody([found[rank] for stage in stages for rank in stage], layers)
+
+
+def _ranks_between(chosen: Sequence[EngineRank]) -> dict[int, EngineRank]:
+    """Return the ranks of a stage that differ from its first, second and last rank in their number alone, by rank."""
+    if len(chosen) != 3 or len({_but_for_its_number(each) for each in chosen}) > 1:
+        return {}
+    first = chosen[0]
+    line = RanksInLine.of(first.groups, *map(_of_its_layers, chosen))
+    found = {}
+    for rank in range(first.rank + 2, chosen[-1].rank) if line else ():
+        if line and (coverage := line.at(rank - first.rank)):
+            found[rank] = replace(first, rank=rank, coverage=coverage, given=0, seconds=0.0)
+    return found
+
+
+def _of_its_layers(rank: EngineRank) -> LoadCoverage:
+    """Return what a rank's loader did with the groups that it has, without what else it was given."""
+    coverage = rank.coverage
+    missing = {name: found for name, found in coverage.missing.items() if layer_of(name) in rank.layers}
+    twice = {name: found for name, found in coverage.overwritten.items() if layer_of(name) in rank.layers}
+    return replace(coverage, missing=missing, overwritten=twice)
+
+
+def _but_for_its_number(rank: EngineRank) -> str:
+    """Return all about a rank that is equal for ranks that hold other parts of the same."""
+    keys = [_key(group) for group in rank.groups]
+    return repr(
+        (
+            rank.held,
+            rank.derived_bytes,
+            rank.layers,
+            sorted(rank.held_layers),
+            rank.untouched_experts,
+            rank.kv_caches,
+            keys,
+        )
+    )
+
+
+def _with_layers_of_nobody(ranks: list[EngineRank], layers: Layers) -> list[EngineRank]:
+    """Add to the first rank, as ignored, the layers that no rank holds. One rank of each stage was given them, and ignored them."""
+    held = frozenset().union(*(each.held_layers | each.layers for each in ranks))
+    groups = [group for layer in sorted(layers.keys() - held - {NO_LAYER}) for group in layers[layer]]
+    first, coverage = ranks[0], ranks[0].coverage
+    ignored = replace(
+        coverage,
+        copies=[*coverage.copies, *([] for _ in groups)],
+        unknown=[*coverage.unknown, *sorted(_names_of(groups))],
+    )
+    return [replace(first, groups=(*first.groups, *groups), coverage=ignored), *ranks[1:]]
 
 
 def given_to_all(ranks: Sequence[EngineRank]) -> tuple[tuple[FusingGroup, ...], list[LoadCoverage]]:
@@ -179,13 +243,13 @@ def given_to_all(ranks: Sequence[EngineRank]) -> tuple[tuple[FusingGroup, ...], 
     coverage = []
     for each in ranks:
         copies = dict(zip(map(_key, each.groups), each.coverage.copies, strict=True))
+        padded = {_key(each.groups[number]): zeros for number, zeros in each.coverage.padded.items()}
         others = [view.name for key, group in groups.items() if key not in copies for view in group.views]
-        missing = {name: found for name, found in each.coverage.missing.items() if layer_of(name) in each.layers}
-        twice = {name: found for name, found in each.coverage.overwritten.items() if layer_of(name) in each.layers}
         coverage.append(
             replace(
-                each.coverage, copies=[copies.get(key, []) for key in groups], missing=missing, overwritten=twice,
-                unknown=[*each.coverage.unknown, *others], padded={},
+                _of_its_layers(each), copies=[copies.get(key, []) for key in groups],
+                unknown=[*each.coverage.unknown, *others],
+                padded={number: padded[key] for number, key in enumerate(groups) if key in padded},
             )
         )  # fmt: skip
     return tuple(groups.values()), coverage
@@ -260,7 +324,7 @@ def layers_to_give(layers: Layers, held: Collection[int], part: Part) -> tuple[d
     told = {NO_LAYER, *firsts.values(), *part.odd}
     shared = [layer for layer in layers if layer not in told]
     if not part.every:
-        mine = {*told, *(() if part.odd else shared[part.number :: part.of])}
+        mine = {*told, *(shared[part.number :: part.of] if part.of else ())}
         stands = {layer: other for layer, other in stands.items() if layer in mine}
     return stands, sorted(set(held) - layers.keys())
 
@@ -317,6 +381,7 @@ def examine_rank(shape: EngineShape, rank: int, layers: Layers, part: Part) -> E
         asked_of_gpu=frozenset(gpu.asked),
         groups=tuple(groups[number] for number in numbers),
         layers=kept,
+        alike=_alike(held & layers.keys(), kept, part.kinds),
         odd=frozenset(odd),
         given=sum(len(group.views) for group in groups),
         held_layers=held,
@@ -327,7 +392,16 @@ def examine_rank(shape: EngineShape, rank: int, layers: Layers, part: Part) -> E
         seconds=time.monotonic() - started,
         kv_caches=built.kv_caches,
         notes=built.notes,
+        unfit=built.unfit,
     )
+
+
+def _alike(held: Collection[int], kept: Collection[int], kinds: Mapping[int, Any]) -> dict[int, int]:
+    """Return how many of the layers that are not kept the first of their kind stands for."""
+    firsts: dict[Any, int] = {}
+    for layer in sorted(held):
+        firsts.setdefault(kinds[layer], layer)
+    return dict(Counter(firsts[kinds[layer]] for layer in held if layer not in kept))
 
 
 def _of_groups(coverage: LoadCoverage, groups: Sequence[FusingGroup], numbers: Sequence[int]) -> LoadCoverage:
@@ -387,10 +461,11 @@ def _pattern(copy: LoaderCopy) -> tuple[Any, ...]:
     )
 
 
-def _in_processes(jobs: Mapping[int, Job], processes: int) -> dict[int, EngineRank]:
-    """Examine each rank in a forked process, so many at the same time. Raise RankFailed at the first that fails."""
+def _in_processes(shape: EngineShape, layers: Layers, parts: Mapping[int, Part]) -> dict[int, EngineRank]:
+    """Examine each rank in a forked process, some at the same time. Raise RankFailed at the first that fails."""
+    jobs: dict[int, Job] = {rank: (shape, rank, layers, part) for rank, part in parts.items()}
     try:
-        return in_forks(_examine_in_fork, jobs, processes)
+        return in_forks(_examine_in_fork, jobs, shape.processes, "ranks")
     except ForkEnded as error:
         ended = f"engine rank {error.number} ended with exit code {error.code} before it answered"
         raise RankFailed(ended) from None

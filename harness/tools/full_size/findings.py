@@ -1,12 +1,13 @@
 """What the ranks of one engine say together: which tensors do not arrive, and what cannot be told."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.rollout.sglang_api.absent_hardware import tells_what_is_absent
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.engine_ranks import EngineRank, filled_in_part, given_to_all
+from harness.tools.full_size.engine_ranks import EngineRank, filled_in_part, given_to_all, layer_of
 from harness.weights.presync_checks import coverage_problems, unfilled_parameters
+from harness.weights.worker.coverage import LoadCoverage
 
 KV_CACHE_SCALES = (".k_scale", ".v_scale")
 """Parameters that a quantized attention has for a KV cache in float8. Without them SGLang takes 1.0."""
@@ -24,6 +25,8 @@ class Findings:
     """Names whose way into the engine cannot be followed."""
     kv_cache_scales: bool
     """Scales of the attention's KV cache are not filled, as published checkpoints lack them."""
+    widened: tuple[str, ...] = ()
+    """Names that are sent in fewer bits than the engine holds, each with both dtypes."""
 
     @classmethod
     def of(
@@ -57,12 +60,27 @@ class Findings:
             for each in coverage_problems(given, coverage, buffers)
             if each not in of_engine and _subject(each) not in left_out
         ]
+        like = _layers_like(ranks)
         return cls(
-            problems=(*found, *in_part),
+            problems=tuple(f"{each}{like.get(layer_of(_subject(each)), '')}" for each in (*found, *in_part)),
             padding=tuple(padding),
             untold=tuple(sorted({name for each in ranks for name in each.coverage.opaque})),
             kv_cache_scales=bool(unfilled),
+            widened=tuple(dict.fromkeys(_widened(coverage))),
         )
+
+
+def _layers_like(ranks: Sequence[EngineRank]) -> dict[int, str]:
+    """Return for each layer that stands for others how many these are, as the end of a sentence."""
+    counts = {layer: count for each in ranks for layer, count in each.alike.items()}
+    return {layer: f"; and {count} layer{'s' * (count > 1)} like it" for layer, count in counts.items()}
+
+
+def _widened(coverage: Sequence[LoadCoverage]) -> Iterator[str]:
+    for copy in (copy for each in coverage for copies in each.copies for copy in copies):
+        sent = copy.source.dtype
+        if sent.is_floating_point and copy.held.is_floating_point and 1 < sent.itemsize < copy.held.itemsize:
+            yield f"{copy.source.name} ({sent} into {copy.held})".replace("torch.", "")
 
 
 def _subject(sentence: str) -> str:

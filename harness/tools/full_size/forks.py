@@ -1,6 +1,7 @@
 """Do pieces of work in forked processes, each in one of its own: what it leaves behind, such as a process group, ends with it."""
 
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -9,6 +10,8 @@ from typing import Any, TypeVar
 from harness.runtime.errors import UnsupportedEnvironment
 
 T = TypeVar("T")
+PROGRESS_S = 5.0
+"""After so many seconds a line says how far the work is."""
 
 
 class Told(Exception):
@@ -23,13 +26,16 @@ class ForkEnded(Exception):
         self.number, self.code = number, code
 
 
-def in_forks(work: Callable[..., T], jobs: Mapping[int, tuple[Any, ...]], processes: int) -> dict[int, T]:
+def in_forks(
+    work: Callable[..., T], jobs: Mapping[int, tuple[Any, ...]], processes: int, what: str = "parts"
+) -> dict[int, T]:
     """Return what work returns for the arguments of each job, so many of them at the same time.
 
-    Raise what work raises, for the first job that fails, and ForkEnded.
+    A line every few seconds says how many are done. what: the jobs' name there. Raise what work raises, for the first job that fails, and ForkEnded.
     """
     fork = multiprocessing.get_context("fork")
     waiting, found = sorted(jobs), dict[int, T]()
+    started = told = time.monotonic()
     running: dict[Any, tuple[int, Any]] = {}  # the reading end of its pipe -> the job and its process
     try:
         while waiting or running:
@@ -40,9 +46,12 @@ def in_forks(work: Callable[..., T], jobs: Mapping[int, tuple[Any, ...]], proces
                 child.start()
                 writer.close()
                 running[reader] = number, child
-            for ready in wait(list(running)):
+            for ready in wait(list(running), timeout=PROGRESS_S):
                 number, child = running.pop(ready)
                 found[number] = _answer_of(ready, number, child)
+            if time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                print(f"  {len(found)} of {len(jobs)} {what} done, {told - started:.0f} s", flush=True)
     finally:
         for _, child in running.values():
             child.kill()

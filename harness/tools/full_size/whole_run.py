@@ -169,7 +169,9 @@ def measure_trainer(folder: Path, config: Config, processes: int) -> dict[Role, 
     executions = [Execution(model_config=model_config, config=config, ranks=ranks, role=role) for role in roles]
     jobs = [replace(each, layers=layers) for each in executions for layers in each.layers_to_execute()]
     try:
-        found = in_forks(Execution.run, {number: (job,) for number, job in enumerate(jobs)}, processes)
+        found = in_forks(
+            Execution.run, {number: (job,) for number, job in enumerate(jobs)}, processes, "parts of the trainer"
+        )
     except ForkEnded as error:
         raise UnsupportedEnvironment(
             f"the process that measures the trainer's {jobs[error.number].role} ended with exit code {error.code}; if that is -9,"

@@ -1,12 +1,11 @@
 """Trace groups that a loader treats alike, such as those of equal layers, in one call: each call of SGLang's loader is slow."""
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from harness.weights.fusing import FusingGroup
-from harness.weights.tensor_view import TensorView
+from harness.weights.tensor_view import TensorView, without_numbers
 from harness.weights.worker.loader_trace import Copy, GroupTrace
 
 CALL_BYTES = 1 << 36
@@ -83,7 +82,7 @@ def _names(group: FusingGroup) -> Iterator[str]:
 
 
 def _kind(group: FusingGroup) -> Hashable:
-    return tuple((_without_numbers(view.of), view.dtype, *_read(view)) for view in group.views)
+    return tuple((without_numbers(view.of), view.dtype, *_read(view)) for view in group.views)
 
 
 def _pattern(copies: Sequence[Copy]) -> Hashable:
@@ -91,8 +90,4 @@ def _pattern(copies: Sequence[Copy]) -> Hashable:
 
 
 def _read(view: TensorView) -> tuple[Hashable, ...]:
-    return _without_numbers(view.name), view.shape, view.stride, view.offset
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
+    return without_numbers(view.name), view.shape, view.stride, view.offset

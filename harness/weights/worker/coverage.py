@@ -7,7 +7,7 @@ because nothing else of ours lives as long as the scheduler does.
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from harness.rollout.served_models import models_in
 from harness.weights.fusing import FusingGroup
-from harness.weights.tensor_view import TensorView, span
+from harness.weights.tensor_view import NUMBER, TensorView, span, without_numbers
 from harness.weights.worker.alike_groups import AlikeGroups
 from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
 from harness.weights.worker.model_state import (
@@ -31,6 +31,7 @@ from harness.weights.worker.model_state import (
 )
 from harness.weights.worker.undo import UndoneWrites, address, storage
 from harness.weights.worker.written_twice import written_twice
+from harness.weights.zero_padding import ModelSizes
 
 _KEPT = "_harness_trace"
 PADDING = "padding"
@@ -66,14 +67,16 @@ class LoadCoverage:
     """Checkpoint names that arrive in a way that cannot be followed: only loading them again shows whether they did."""
     computing: list[str] = field(default_factory=list)
     """Names of tensors of the trainer, as sent, that the loader does more with than copy: those to load again."""
-    padded: dict[int, list[str]] = field(default_factory=dict)
-    """Number of a group -> the engine's tensors that its load makes zero in part."""
+    padded: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Number of a group -> the engine's tensors that its load makes zero in part -> how many of their elements."""
+    sizes: ModelSizes = field(default_factory=ModelSizes)
+    """The sizes in the config of the engine's model, which may explain these zeros."""
     derives: bool = False
     """The loader ends with post_load_weights, which derives tensors from what was copied."""
     derived_over: list[str] = field(default_factory=list)
     """Those of `computing` that post_load_weights changes in place: only both together can be done again."""
     missing: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The engine's parameter -> (elements that nothing fills, all elements). Empty if a tensor is refused: it could fill any."""
+    """The engine's parameter -> (elements that nothing fills, all elements), less those that a refused tensor would fill."""
 
     only_once: str = ""
     """Why the loader cannot load a second time after it has loaded once; "" if it can."""
@@ -185,7 +188,7 @@ class LoaderTrace:
     def filled_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return all that a load fills, makes zero, computes or derives: the engine's name, and the tensor or a part of it."""
         if self._filled is None:
-            parts, found = self._parts(), dict[int, tuple[str, torch.Tensor]]()
+            parts, found = _parts(self.traces), dict[int, tuple[str, torch.Tensor]]()
             for name, tensor in model_tensors(self.model).items():
                 own = [part for part in parts.get(storage(tensor), ()) if begins_within(part, tensor)]
                 whole = name in self.derived or (own and not missing_elements(tensor, own))
@@ -272,23 +275,32 @@ class LoaderTrace:
             elements[parameter.dtype] += parameter.numel()
         found = LoadCoverage(rank=dist.get_rank(), dtype=elements.most_common(1)[0][0], derives=self.derives)
         found.only_once = self.only_once
+        if any(self.padding):
+            found.sizes = ModelSizes.of(self.model)
         name_of = self._names()
+        traces = list(self.traces)
         for number, (group, traced) in enumerate(zip(self.groups, self.traces, strict=True)):
+            if traced.error:
+                blamed = self._blame(group, traced)
+                found.errors |= blamed
+                traces[number] = traced = self._trace_others(group, blamed)
             found.copies.append(
                 [LoaderCopy(copy.source, name_of(copy.target), copy.target.dtype) for copy in traced.copies]
             )
             if padding := self.padding[number]:
-                found.padded[number] = [name_of(zeros) for zeros in padding]
-            if traced.error:
-                found.errors |= self._blame(group, traced)
-                continue
+                zeros = Counter[str]()
+                for part in padding:
+                    zeros[name_of(part)] += part.numel()
+                found.padded[number] = dict(zeros)
             found.unknown += [view.name for view in traced.views if view.name not in traced.used]
             found.opaque += sorted(traced.opaque)
             computing = {view.of for view in group.views if view.name in traced.opaque | traced.computed_with}
             found.computing += sorted(computing)
             found.derived_over += sorted({view.of for view in group.views if view.name in self.derived_over})
-        if not found.errors:
-            found.missing = self._missing()
+        found.missing = self._missing(traces)
+        if found.errors:
+            refused = [name for names in found.errors for name in names.split(", ")]
+            excuse(found.missing, refused, found.copies)
         for first, second in written_twice(self.copies()):
             if into := name_of(second.target):
                 found.overwritten.setdefault(into, (first.source.name, second.source.name))
@@ -309,27 +321,71 @@ class LoaderTrace:
 
         return name_of
 
-    def _parts(self) -> dict[int, list[torch.Tensor]]:
-        """Return what a load writes, by address of the storage."""
-        parts: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for traced in self.traces:
-            for part in (*(copy.target for copy in traced.copies), *traced.zeros, *traced.computed):
-                parts[storage(part)].append(part)
-        return parts
-
-    def _missing(self) -> dict[str, tuple[int, int]]:
-        parts = self._parts()
+    def _missing(self, traces: Sequence[GroupTrace]) -> dict[str, tuple[int, int]]:
+        parts = _parts(traces)
         return {
             name: (missing_elements(each, parts[storage(each)]), each.numel())
             for name, each in sent_parameters(self.model)
         }
 
     def _blame(self, group: FusingGroup, traced: GroupTrace) -> dict[str, str]:
-        """Return the tensors that make the loader raise even alone; the whole group if none does."""
-        undone = UndoneWrites(self.model)
-        alone = {view.name: self.trace_group(replace(group, views=(view,)), undone).error for view in group.views}
-        guilty = {name: error for name, error in alone.items() if error}
-        return guilty or {", ".join(alone): traced.error}
+        """Return the tensors that make the loader raise alone, or that it raises for beside the others; the whole group if none does."""
+        for others in ((), group.views):
+            guilty = {}
+            for view in group.views:
+                views = tuple(each for each in others if each is not view) or (view,)
+                error = self._retraced(group, views).error
+                if bool(error) != bool(others):
+                    guilty[view.name] = error or traced.error
+            if guilty:
+                break
+        if others and guilty:
+            return {", ".join(guilty): traced.error}
+        return guilty or {", ".join(view.name for view in group.views): traced.error}
+
+    def _trace_others(self, group: FusingGroup, blamed: Mapping[str, str]) -> GroupTrace:
+        """Return what the loader does with those of a group that it does not refuse."""
+        refused = {name for names in blamed for name in names.split(", ")}
+        others = tuple(view for view in group.views if view.name not in refused)
+        return self._retraced(group, others) if others else GroupTrace(())
+
+    def _retraced(self, group: FusingGroup, views: tuple[TensorView, ...]) -> GroupTrace:
+        return self.trace_group(replace(group, views=views), UndoneWrites(self.model))
+
+
+def excuse(
+    missing: dict[str, tuple[int, int]], refused: Collection[str], copies: Sequence[Sequence[LoaderCopy]]
+) -> None:
+    """Subtract from what is missing what the refused tensors would fill if they fitted.
+
+    That is what tensors fill whose names differ from theirs in numbers alone, such as those of another layer. Where there are
+    none, it is the parameter of the same name, or all that is missing of the module.
+    """
+    fills: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for copy in itertools.chain(*copies):
+        fills[without_numbers(copy.source.name)][copy.source.name][copy.into] += copy.source.numel
+    for name in refused:
+        alike = fills.get(without_numbers(name), {})
+        due = {into: count for each in alike.values() for into, count in each.items()}
+        numbers = NUMBER.findall(name)
+        places = {without_numbers(into): count for into, count in due.items()}
+        module = name.rpartition(".")[0]
+        for into, (lost, elements) in missing.items():
+            if due:
+                numbered = NUMBER.findall(into)
+                count = places.get(without_numbers(into), 0) if numbered == numbers[: len(numbered)] else 0
+            else:
+                count = elements if into == name or (name not in missing and into.startswith(f"{module}.")) else 0
+            missing[into] = max(0, lost - count), elements
+
+
+def _parts(traces: Sequence[GroupTrace]) -> dict[int, list[torch.Tensor]]:
+    """Return what these groups' loads write, by address of the storage."""
+    parts: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for traced in traces:
+        for part in (*(copy.target for copy in traced.copies), *traced.zeros, *traced.computed):
+            parts[storage(part)].append(part)
+    return parts
 
 
 def _some(names: Sequence[str]) -> str:

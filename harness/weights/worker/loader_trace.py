@@ -30,6 +30,7 @@ ONLY_SHAPE = {
     aten.new_empty.default,
 }
 """Operators that take shape, dtype and device of their argument, and no value."""
+MAKES_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 Pieces = list[tuple[Any, torch.Tensor]]
 """(subscript of a part of a tensor, view of the memory that the part is a copy of)."""
 
@@ -127,6 +128,8 @@ class _Recorder(TorchDispatchMode):
         """Tensors made of elements of the memory, such as the cat of two halves, by address of their storage."""
         self.made: dict[int, torch.Tensor] = {}
         """Tensors that the loader made itself, by address of their storage; kept so that no address is used again."""
+        self.blank: set[int] = set()
+        """Those of them that are nothing but zeros, with which SGLang pads what is too short on a GPU."""
         self.tainted: dict[int, set[str]] = {}
         """Address of a storage -> names whose elements went into it in a way that is not followed."""
         self.recorded: dict[int, list[Copy]] = defaultdict(list)
@@ -145,6 +148,9 @@ class _Recorder(TorchDispatchMode):
         if function is aten.copy_.default and (names := self._followed(arguments[1])):
             self._record(arguments[0], arguments[1], names)
             return arguments[0]
+        if function is aten.copy_.default and self._is_blank(arguments[1]) and self._is_padding(arguments[0]):
+            self._record_zeros(arguments[0])
+            return arguments[0]
         if function is aten.fill_.Scalar and arguments[1] in self.numbers:
             element = self.numbers[arguments[1]]
             self._record(arguments[0], element, self._names(element))
@@ -152,13 +158,19 @@ class _Recorder(TorchDispatchMode):
         if function is aten._local_scalar_dense.default and self._followed(arguments[0]):
             return self._number(arguments[0])
         if _zeroes(function, arguments) and self._is_padding(arguments[0]):
-            self.traced.zeros += [arguments[0]] if arguments[0].numel() else []
+            self._record_zeros(arguments[0])
             return arguments[0]
         return self._run(function, arguments, keywords)
 
     def _is_padding(self, target: torch.Tensor) -> bool:
         """Return whether zeros there are zeros before the copies, which nothing that was sent decided."""
         return not self.escaped and self._of_the_model(target) and not self._recorded_in(target)
+
+    def _record_zeros(self, target: torch.Tensor) -> None:
+        self.traced.zeros += [target] if target.numel() else []
+
+    def _is_blank(self, tensor: torch.Tensor) -> bool:
+        return storage(tensor) in self.blank
 
     def _recorded_in(self, tensor: torch.Tensor) -> list[Copy]:
         """Return the copies that would have written elements of this tensor."""
@@ -198,6 +210,9 @@ class _Recorder(TorchDispatchMode):
         results = tensors_in(result)
         if not function._schema.is_mutable:
             self.made |= {storage(each): each for each in results}
+        self.blank -= {storage(each) for each in into}
+        if function in MAKES_ZEROS:
+            self.blank.add(storage(result))
         for tensor in into:
             self._note_computed(tensor)
         if not names:
@@ -205,7 +220,9 @@ class _Recorder(TorchDispatchMode):
             return result
         self.traced.used |= names
         pieces = _pieces(function, arguments, keywords, result)
-        if pieces and all(storage(source) in self.sent and self._followed(source) for _, source in pieces):
+        if pieces and all(
+            self._is_blank(source) or (storage(source) in self.sent and self._followed(source)) for _, source in pieces
+        ):
             self.moved[storage(result)] = result, pieces
             return result
         self.traced.opaque |= names
@@ -235,6 +252,7 @@ class _Recorder(TorchDispatchMode):
     def _record(self, target: torch.Tensor, source: torch.Tensor, names: set[str]) -> None:
         """Note one copy of the tensors of these names. If its source was made by cat or clone, only the whole of it is followed, not a view of it."""
         self.traced.used |= names
+        self.blank.discard(storage(target))
         self._taint(target, names)  # it was not filled, so a tensor that it goes into next must not be kept
         moved = self.moved.get(storage(source))
         if moved and (_geometry(source), target.shape) != (_geometry(moved[0]), source.shape):
@@ -244,6 +262,9 @@ class _Recorder(TorchDispatchMode):
         pieces = moved[1] if moved else [(..., source if source.shape == target.shape else source.expand(target.shape))]
         for where, piece in pieces:
             part = target[where] if moved else target
+            if self._is_blank(piece):
+                self._record_zeros(part)
+                continue
             read = TensorView(
                 name=self._name(piece) if moved else next(iter(names)),
                 of=self.sent[storage(piece)],
@@ -265,7 +286,7 @@ class _Recorder(TorchDispatchMode):
 
     def _names(self, tensor: torch.Tensor) -> set[str]:
         _, pieces = self.moved.get(storage(tensor), (tensor, [(..., tensor)]))
-        return {self._name(piece) for _, piece in pieces}
+        return {self._name(piece) for _, piece in pieces if not self._is_blank(piece)}
 
     def _name(self, piece: torch.Tensor) -> str:
         """Return the checkpoint tensor that the first element of a piece belongs to.

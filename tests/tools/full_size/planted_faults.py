@@ -44,6 +44,47 @@ def shorter(part: str) -> Plant:
     ]
 
 
+def cut(part: str, axis: int, by: int) -> Plant:
+    """Send one of so many equal parts along an axis."""
+    return lambda views: [
+        replace(view, shape=tuple(size // by if at == axis else size for at, size in enumerate(view.shape)))
+        if part in view.name
+        else view
+        for view in views
+    ]
+
+
+def both(*plants: Plant) -> Plant:
+    def plant(views: Views) -> Views:
+        for each in plants:
+            views = each(views)
+        return views
+
+    return plant
+
+
+def another_layer(like: int, number: int) -> Plant:
+    """Send a layer once more, as one that the model does not have."""
+    return lambda views: [
+        *views,
+        *(
+            replace(view, name=view.name.replace(f"layers.{like}.", f"layers.{number}."), of=f"more.{view.of}")
+            for view in views
+            if f"layers.{like}." in view.name
+        ),
+    ]
+
+
+def viewed(part: str, *axes: int) -> Plant:
+    """Send the axes in another order, contiguously: as many elements in another shape."""
+
+    def shaped(view: "TensorView") -> "TensorView":
+        shape = tuple(view.shape[axis] for axis in axes)
+        return replace(view, shape=shape, stride=torch.empty(shape, device="meta").stride())
+
+    return lambda views: [shaped(view) if part in view.name else view for view in views]
+
+
 def sent_again(part: str) -> Plant:
     """Another rank of the trainer sends the same names once more, from tensors of its own."""
     return lambda views: [*views, *(replace(view, of=f"again.{view.of}") for view in views if part in view.name)]
@@ -89,6 +130,19 @@ FAULTS: dict[str, Plant] = {
     "experts of 2 of 4 ranks": with_expert_numbers(lambda expert: expert if expert < 128 else None),
     # Every rank of the trainer numbers its experts from zero.
     "experts numbered from zero on each rank": with_expert_numbers(lambda expert: expert % 64),
+    "a shard of q_b": cut("layers.4.self_attn.q_b_proj", 0, 4),
+    "a shard of o": cut("layers.2.self_attn.o_proj", 1, 4),
+    "half of a dense gate": cut("layers.1.mlp.gate_proj", 0, 2),
+    "half of an expert's down": cut("layers.5.mlp.experts.9.down_proj", 1, 2),
+    "a layer that nobody holds": another_layer(5, 6),
+    "refused and lost": both(
+        transposed("layers.3.mlp.experts.200.down_proj.weight"),
+        without("layers.3.mlp.experts.201.down_proj.weight"),
+        without("layers.3.self_attn.kv_a_layernorm"),
+        shorter("layers.4.self_attn.q_a_layernorm"),
+        without("layers.5.mlp.gate.e_score"),
+    ),
+    "lost in every layer": without("self_attn.q_a_layernorm"),
 }
 FLOAT8_FAULTS: dict[str, Plant] = {
     "float8: none": NONE,
@@ -112,6 +166,8 @@ ROUTING_FAULTS: dict[str, Plant] = {
 MXFP4_FAULTS: dict[str, Plant] = {
     "mxfp4: none": NONE,
     "mxfp4: no scales": without("layers.1.mlp.experts.gate_up_proj_scales"),
+    "mxfp4: blocks in another order": viewed("layers.1.mlp.experts.gate_up_proj_blocks", 0, 2, 1, 3),
+    "mxfp4: scales in another order": viewed("layers.1.mlp.experts.down_proj_scales", 0, 2, 1),
 }
 
 

@@ -45,6 +45,26 @@ NAMED = {
         "model.layers.3.mlp.experts.63.up_proj.weight: sent 4 times",
         "model.layers.3.mlp.experts.w2_weight: a parameter of the engine that nothing sent would fill",
     ],
+    "a shard of q_b": ["model.layers.4.self_attn.q_b_proj.weight: sent as [6144, 1536], which is too short"],
+    "a shard of o": ["model.layers.2.self_attn.o_proj.weight: sent as [7168, 4096], which is too short"],
+    "half of a dense gate": ["model.layers.1.mlp.gate_proj.weight: sent as [9216, 7168], which is too short"],
+    "half of an expert's down": [
+        "model.layers.5.mlp.experts.9.down_proj.weight: sent as [7168, 1024], which is too short"
+    ],
+    "a layer that nobody holds": [
+        "model.layers.6.self_attn.o_proj.weight: the engine knows no such parameter",
+        "model.layers.6.mlp.experts.255.up_proj.weight: the engine knows no such parameter",
+    ],
+    "refused and lost": [
+        "model.layers.3.mlp.experts.200.down_proj.weight: the engine's loader refuses it",
+        "model.layers.3.mlp.experts.w2_weight: on engine rank 3",
+        "model.layers.3.self_attn.kv_a_layernorm.weight: a parameter of the engine that nothing sent would fill",
+        "model.layers.4.self_attn.q_a_layernorm.weight: the engine's loader refuses it",
+        "model.layers.5.mlp.gate.e_score_correction_bias: a parameter of the engine",
+    ],
+    "lost in every layer": [
+        "model.layers.0.self_attn.q_a_layernorm.weight: a parameter of the engine that nothing sent would fill; and 2 layers",
+    ],
     "float8: scales of one expert": ["model.layers.4.mlp.experts.w13_weight_scale_inv: on engine rank 2"],
     "float8: scales of one projection": ["model.layers.3.self_attn.o_proj.weight_scale_inv"],
     "float8: all scales": [
@@ -128,6 +148,9 @@ def test_mxfp4_arrives_and_its_lost_scales_are_named(tmp_path: Path) -> None:
     assert found["mxfp4: no scales"] == [
         "model.layers.1.mlp.experts.w13_weight_scale: a parameter of the engine that nothing sent would fill"
     ]
+    for fault in ("blocks", "scales"):
+        (sentence,) = found[f"mxfp4: {fault} in another order"]
+        assert f"_proj_{fault}: the engine reads its " in sentence and "as another shape" in sentence
 
 
 def test_gpt_oss_in_bfloat16_arrives(tmp_path: Path) -> None:
@@ -230,6 +253,13 @@ def test_a_failure_reported_from_32_gpus_comes_with_its_own_words() -> None:
 def test_a_wrong_command_line_is_one_sentence(arguments: list[str], code: int, part: str) -> None:
     run = full_size(*arguments)
     assert run.returncode == code and part in run.stderr.splitlines()[-1], run.stderr
+
+
+def test_a_class_that_does_not_know_attention_dp_is_exit_code_1(tmp_path: Path) -> None:
+    run = full_size(with_layers("llama_3_1_405b", 2, tmp_path), "--tp", 4, "--dp-attention", 2)
+    last = run.stdout.splitlines()[-1]
+    assert run.returncode == 1, run.stderr
+    assert "LlamaForCausalLM does not know attention DP" in last and "64 of the 128 attention heads" in last
 
 
 def test_an_architecture_that_sglang_lacks_is_125(tmp_path: Path) -> None:

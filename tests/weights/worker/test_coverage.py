@@ -60,7 +60,7 @@ def test_half_of_what_fuses_arrives_nowhere() -> None:
     assert (found.unknown, missing(found)) == (["q_a"], {"q_and_kv_a": (20, 20)})
 
 
-def test_an_error_that_only_a_whole_group_raises_blames_the_group() -> None:
+def test_an_error_that_tensors_raise_together_blames_these() -> None:
     class Picky(Toy):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             pairs = list(weights)
@@ -69,7 +69,7 @@ def test_an_error_that_only_a_whole_group_raises_blames_the_group() -> None:
             super().load_weights(pairs)
 
     found = traced(layout_of(SHAPES), Picky())
-    assert found.errors == {"q, k, v": "ValueError: too many"}
+    assert found.errors == {"q, k": "ValueError: too many"}
 
 
 def test_of_the_parts_of_one_tensor_the_one_that_the_loader_refuses_is_blamed() -> None:

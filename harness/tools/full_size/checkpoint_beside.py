@@ -1,0 +1,142 @@
+"""The checkpoint beside a config.json, by the headers of its safetensors files, against what the trainer's class has."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.layers import ConfigError
+from harness.rollout.sglang_api.meta_model import INDEX
+from harness.weights.tensor_view import TensorView, without_numbers
+
+DTYPES = {
+    "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu", "U8": "uint8", "I8": "int8", "I32": "int32", "I64": "int64", "BOOL": "bool",
+}  # fmt: skip
+"""What a header calls a dtype -> torch's name."""
+UNUSED = (r"rotary_emb\.inv_freq", r"^mtp\.", r"\.mtp\.")
+"""Names of published checkpoints that no trainer here has: recomputed tables, and layers for multi-token prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One tensor of a checkpoint. Where a file of the index is not there, only its name is known."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointBeside:
+    """How the checkpoint in the folder of MODEL differs from what the trainer's class has."""
+
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def compare_checkpoint(
+    folder: Path, layout: Sequence[TensorView], ignored: Collection[str] = ()
+) -> CheckpointBeside | None:
+    """Return how a folder's checkpoint differs from the trainer's tensors; None if it has no checkpoint in safetensors.
+
+    layout: the trainer's tensors, as transformers' class would load and save them. ignored: patterns of names that this class
+    leaves out when it loads. Raise ConfigError for a file that cannot be read.
+    """
+    stored = read_headers(folder)
+    if not stored:
+        return None
+    sent = {view.name: view for view in layout}
+    layers = _layers(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    unused = re.compile("|".join((*UNUSED, *ignored)))
+    others = [name for name in stored if name not in sent]
+    left_out = [name for name in others if unused.search(name) or _is_behind(name, layers)]
+    problems = [
+        (name, "sent by the trainer, but the checkpoint beside config.json lacks it")
+        for name in sent
+        if name not in stored
+    ]
+    problems += [
+        (name, "in the checkpoint beside config.json, but the trainer's class has no such tensor, and sends none")
+        for name in others
+        if name not in left_out
+    ]
+    casts: list[tuple[str, str]] = []
+    for name in sent.keys() & stored.keys():
+        view, found = sent[name], stored[name]
+        dtype = str(view.dtype).removeprefix("torch.")
+        if found.shape is not None and found.shape != view.shape:
+            problems.append((name, f"{list(found.shape)} in the checkpoint, but {list(view.shape)} by its config.json"))
+        elif found.dtype not in ("", dtype):
+            one_byte = view.dtype.itemsize == 1 or "8" in found.dtype
+            (problems if one_byte else casts).append((name, f"{found.dtype} in the checkpoint, but sent as {dtype}"))
+    known = sum(each.shape is not None for each in stored.values())
+    notes = [
+        f"the checkpoint beside config.json: {len(stored):,} names compared, {known:,} of them with dtype and shape"
+    ]
+    notes += [
+        f"in the checkpoint alone, as no trainer here has it: {name}"
+        for name in _firsts((each, "") for each in left_out)
+    ]
+    notes += [f"converted when the trainer loads it: {line}" for line in _firsts(sorted(casts))]
+    order = {name: number for number, name in enumerate((*sent, *others))}
+    return CheckpointBeside(
+        problems=tuple(_firsts(sorted(problems, key=lambda each: order[each[0]]))), notes=tuple(notes)
+    )
+
+
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint by name. Only headers are read. Raise ConfigError for a file that is broken."""
+    index = folder / INDEX
+    named: Mapping[str, str] = _json(index.read_bytes(), index).get("weight_map", {}) if index.is_file() else {}
+    files = [folder / file for file in sorted(set(named.values()))] if named else sorted(folder.glob("*.safetensors"))
+    stored = {name: Stored() for name in named if not (folder / named[name]).is_file()}
+    for file in files:
+        if file.is_file():
+            header = _header(file)
+            stored |= {
+                name: Stored(dtype=DTYPES.get(each["dtype"], each["dtype"]), shape=tuple(each["shape"]))
+                for name, each in header.items()
+                if name != "__metadata__"
+            }
+    return stored
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > file.stat().st_size:
+            raise ConfigError(f"{file} must be a safetensors file, but it is shorter than its header.")
+        return _json(opened.read(length), file)
+
+
+def _json(text: bytes, file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read as safetensors or its index: {error}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must hold a JSON object, got {type(found).__name__}.")
+    return found
+
+
+def _layers(fields: Mapping[str, Any]) -> int:
+    return int((fields.get("text_config") or fields).get("num_hidden_layers") or 0)
+
+
+def _is_behind(name: str, layers: int) -> bool:
+    """Return whether a name is of a layer behind the decoder's, as those for multi-token prediction are numbered."""
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return bool(found and layers and int(found[1]) >= layers)
+
+
+def _firsts(found: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield one sentence for all names that differ in numbers alone and of which the same is said."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, text in found:
+        groups[without_numbers(name), text].append(name)
+    for (_, text), names in groups.items():
+        like = f"; and {len(names) - 1:,} like it" if len(names) > 1 else ""
+        yield f"{names[0]}{text and ': '}{text}{like}"
