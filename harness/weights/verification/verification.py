@@ -24,7 +24,7 @@ from harness.cluster.world import World, all_gather
 from harness.config.model_rules import EXPERTS
 from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
-from harness.rollout.served_models import DRAFT
+from harness.rollout.served_models import DRAFT, STALE_DRAFT
 from harness.runtime.events import EventLog
 from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, Allowed, LogProbDifference, Precision
 from harness.weights.presync_checks import first_of
@@ -41,8 +41,6 @@ from harness.weights.worker.kept_copies import find_copies
 from harness.weights.worker.model_state import fill_model
 
 Level = Literal["off", "log_probs", "bytes", "full"]
-STALE_DRAFT = "mtp-draft-stale"
-"""The failure's name in the catalogue of launch/diagnose.py."""
 LEVELS: tuple[Level, ...] = ("off", "log_probs", "bytes", "full")
 
 
