@@ -125,7 +125,7 @@ class Ppo:
         with phase("resume_weights", index, "the engine to take its weights' memory back"):
             self.memory.resume_weights()
         with self.actor.on_device():
-            self.verification.rehearse(index)
+            self.verification.rehearse(index, self.generate, lambda batch: self.routed_log_probs(batch)[0])
             with phase("sync", index, "the engine to receive and load the weights"):
                 self.sync.update_engine()
                 self.sync.engine.set_weight_version(str(index))

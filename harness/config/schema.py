@@ -355,7 +355,8 @@ class Weights:
     verify: Literal["off", "log_probs", "bytes", "full"] = "log_probs"
     """How each sync is verified. off: not at all. log_probs: fingerprints of the engine's tensors, and its log-probs
     against the trainer's. bytes: also read every element back from the engine and compare. full: also change every
-    tensor before the sync, fill the engine with garbage first, and compare with a reload from disk."""
+    tensor before the sync, fill the engine with garbage first, and compare with the trainer's log-probs on the changed
+    weights and with a reload from disk."""
 
 
 @dataclass(kw_only=True, slots=True)

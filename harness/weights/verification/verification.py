@@ -5,19 +5,21 @@ Each level also does what the levels before it do:
     off        measure the difference of log-probs, and fail on nothing
     log_probs  compare 64-bit fingerprints of all that the engine holds, and the log-probs of its responses
     bytes      read every element back after each sync; the first sync must leave what SGLang itself loads from disk
-    full       before each sync, sync changed weights onto garbage and compare with a reload from disk
+    full       before each sync, sync changed weights onto garbage, compare the log-probs of engine and trainer on them, and
+               compare the engine with a reload from disk
 
 An engine that cannot be asked what it holds (one behind HTTP) has no fingerprints and cannot be read back. Then only
 log-probs are compared, and the verdict says so.
 """
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from harness.cluster.world import World, all_gather
@@ -26,11 +28,19 @@ from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.served_models import DRAFT, STALE_DRAFT
 from harness.runtime.events import EventLog
-from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, Allowed, LogProbDifference, Precision
+from harness.trainer.batch import Batch
+from harness.weights.log_probs import (
+    FLOOR,
+    LARGEST_BASELINE,
+    Allowed,
+    LogProbDifference,
+    Precision,
+    log_prob_difference,
+)
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
 from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
-from harness.weights.verification.kept_copies import describe_stale_copies
+from harness.weights.verification.kept_copies import STALE_COPY, describe_stale_copies
 from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
 from harness.weights.verification.rehearsal import ReloadComparison, compare_with_reload
@@ -40,6 +50,10 @@ from harness.weights.verification.summary import mismatch_of_precisions, report_
 from harness.weights.worker.kept_copies import find_copies
 from harness.weights.worker.model_state import fill_model
 
+Generate = Callable[[int], Batch]
+"""Return the engine's responses to a step's prompts, with its log-probs of them."""
+TrainersLogProbs = Callable[[Batch], torch.Tensor]
+"""Return the trainer's log-probs of a batch: [B, T]."""
 Level = Literal["off", "log_probs", "bytes", "full"]
 LEVELS: tuple[Level, ...] = ("off", "log_probs", "bytes", "full")
 
@@ -129,9 +143,6 @@ class Verification:
             self.sync.restore_scales()
             self.sync.engine.update_weights_from_disk(str(self.source))
             self.sentinel_next = True
-            if self.sync.engine.can_ask:
-                stale = describe_stale_copies(self.sync.engine)
-                refuse(stale, "the engine computes with other weights than SGLang has just loaded from disk")
         if self.reaches("bytes"):
             self.own_checkpoint = snapshot_weights(self.sync.engine)
         return True
@@ -175,7 +186,7 @@ class Verification:
 
     # Around a sync
 
-    def rehearse(self, index: int) -> None:
+    def rehearse(self, index: int, generate: Generate, trainers: TrainersLogProbs) -> None:
         """Before a sync: fill the engine's weights with garbage after a baseline. full: also rehearse the sync."""
         if self.sentinel_next or self.reaches("full"):
             with self.timed("sentinel", index, "the engine to fill its weights with garbage"):
@@ -184,12 +195,15 @@ class Verification:
                 self.sync.engine.flush_cache()
             self.sentinel_next = False
         if self.reaches("full"):
-            self._sync_changed_weights(index)
+            self._sync_changed_weights(index, generate, trainers)
 
-    def _sync_changed_weights(self, index: int) -> None:
-        """Sync changed weights onto the garbage, read them back, and compare them with a reload from disk.
+    def _sync_changed_weights(self, index: int, generate: Generate, trainers: TrainersLogProbs) -> None:
+        """Sync changed weights onto the garbage, read them back, compare log-probs on them, and compare with a reload from disk.
 
-        So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs.
+        So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs. What the
+        engine has copied of older weights, in whatever form, and computes with shows in the log-probs, at any learning rate: the
+        changed weights are far from them. That holds for what the trainer never moves too, but not for the draft model, which
+        decides no log-prob.
         """
         sync, seed, folder = self.sync, self.config.run.seed * 1_000_003 + index, self.make_reload_folder()
         tensors = sync.held_tensors()
@@ -202,15 +216,40 @@ class Verification:
             with self.timed("save", index, "rank 0 to write the changed weights to disk"):
                 sync.save(folder, self.source)
                 dist.barrier()
+            with self.timed("generate", index, "the engine's responses with changed weights"):
+                self.memory.resume_kv_cache()
+                batch = generate(index)
+            self.find_copies(index)
+            with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
+                found = compare_with_reload(self.sync.loader, self.prompts, folder)
+            self.memory.release_all()  # the trainer computes without the engine's memory beside it, as in a step
+            self.refuse_reload(found, index)
+            with self.timed("changed_log_probs", index, "the trainer's log-probs with changed weights"):
+                engines = batch.require("rollout_log_probs")
+                difference = log_prob_difference(engines, trainers(batch), batch.response_mask)
+            self.check_changed_log_probs(index, difference)
         finally:
             with self.timed("perturb", index):
                 perturb(tensors, seed)
-        with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
-            self.memory.resume_kv_cache()
-            found = compare_with_reload(self.sync.loader, self.prompts, folder)
-            self.memory.release_all()
-            self.memory.resume_weights()
-            self.refuse_reload(found, index)
+        self.memory.resume_weights()
+
+    def check_changed_log_probs(self, index: int, difference: LogProbDifference) -> None:
+        """full: raise WeightsDidNotArrive if the engine's log-probs on changed weights, which it holds, are not the trainer's."""
+        self.events.fact("changed_log_prob_difference", step=index, **difference.metrics())
+        if violations := self.allowed.violations(difference):
+            raise WeightsDidNotArrive(
+                f"step {index}: on changed weights, which the engine holds as they were sent, its log-probs are off by"
+                f" {', '.join(violations)}; largest {difference.largest:.2e}: {self._why_changed_differ}"
+            )
+
+    @property
+    def _why_changed_differ(self) -> str:
+        if self.baseline is None:  # they may never have been the same
+            return "engine and trainer compute differently, or the engine computes with a copy of old weights"
+        return (
+            f"it computed the same as the trainer on the model's own checkpoint, so it still computes with something that it made"
+            f" of old weights; a copy that no update reaches is suspected ({STALE_COPY})"
+        )
 
     def make_reload_folder(self) -> Path:
         """Make the folder where weights are written for a reload: a new one, as other runs may use the same weights.folder."""
@@ -281,10 +320,7 @@ class Verification:
                 self.reloaded = load_again(self.sync.weights, self.sync.loader, self.compared.left)
                 self.not_covered |= dict.fromkeys([*self.reloaded.not_covered, *self.sync.unfilled])
                 wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
-                stale = describe_stale_copies(self.sync.engine)
-            refuse(
-                wrong or self.reloaded.wrong or stale, f"step {index}: after the sync the engine holds other weights"
-            )
+            refuse(wrong or self.reloaded.wrong, f"step {index}: after the sync the engine holds other weights")
 
     def check_bytes(self, index: int, what: str) -> None:
         """bytes: raise WeightsDidNotArrive unless the engine holds what was sent."""
@@ -308,10 +344,16 @@ class Verification:
     # After a rollout
 
     def find_copies(self, index: int | None = None) -> None:
-        """log_probs: note the copies of its weights that the engine made to compute with, before it releases its memory."""
+        """log_probs: before the engine releases its memory, note the copies of its weights that it made to compute with.
+
+        Raise WeightsDidNotArrive, naming it, if one that was noted before is not what its weight is now.
+        """
         if self.reaches("log_probs") and self.sync.engine.can_ask:
             with self.timed("copies", index):
+                stale = describe_stale_copies(self.sync.engine)
                 self.sync.engine.ask(find_copies)
+            when = "on the model's own checkpoint" if index is None else f"step {index}"
+            refuse(stale, f"{when}: the engine has generated with old weights beside those that it holds")
 
     def check_log_probs(self, index: int, difference: LogProbDifference) -> None:
         """log_probs: raise WeightsDidNotArrive, naming suspects, if the engine's log-probs are not the trainer's."""

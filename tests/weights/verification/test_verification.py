@@ -44,6 +44,10 @@ def difference(mean: float) -> LogProbDifference:
     return LogProbDifference(mean=mean, bulk=mean, tokens=256, sequence=part, position=part, **spread)
 
 
+def NEVER(_: Any) -> Any:
+    raise AssertionError("nothing is generated or computed")
+
+
 def test_levels_are_cumulative(tmp_path: Path) -> None:
     reached = {level: verification(tmp_path, level) for level in ("off", "log_probs", "bytes", "full")}
     assert [[each.reaches(level) for level in reached] for each in reached.values()] == [
@@ -158,22 +162,20 @@ def test_no_baseline_at_off_nor_of_random_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "stale", "named"),
+    ("wrong", "named"),
     [
-        ((), [], ""),
-        (("lm_head.weight",), [], r"lm_head\.weight"),
-        ((), ["gate.copy, a copy of gate.weight"], "gate.copy, a copy of gate.weight"),
+        ((), ""),
+        (("lm_head.weight",), r"lm_head\.weight"),
     ],
 )
-def test_a_fingerprint_or_a_copy_that_differs_fails_the_run_and_is_named(
-    wrong: tuple[str, ...], stale: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_fingerprint_that_differs_fails_the_run_and_is_named(
+    wrong: tuple[str, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = SimpleNamespace(engine=SimpleNamespace(can_ask=True), weights=None, loader=None, unfilled=[])
     checks = verification(tmp_path, sync=sync)
     found = FingerprintComparison(tensors=2, left=(), compared=2, wrong=wrong)
     monkeypatch.setattr("harness.weights.verification.verification.compare_fingerprints", lambda weights, loader: found)
     monkeypatch.setattr("harness.weights.verification.verification.load_again", lambda *_: ReloadFindings())
-    monkeypatch.setattr("harness.weights.verification.verification.describe_stale_copies", lambda engine: stale)
     if not named:
         checks.check_arrival(3)
         assert checks.sync_metrics()["sync_tensors_compared"] == 2
@@ -182,11 +184,38 @@ def test_a_fingerprint_or_a_copy_that_differs_fails_the_run_and_is_named(
         checks.check_arrival(3)
 
 
+def test_a_copy_is_judged_after_the_rollout_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    checks = verification(tmp_path, sync=SimpleNamespace(engine=SimpleNamespace(can_ask=True, ask=asked.append)))
+    stale: list[str] = []
+    monkeypatch.setattr("harness.weights.verification.verification.describe_stale_copies", lambda engine: stale)
+    checks.find_copies(3)
+    assert len(asked) == 1
+    stale.append("gate.copy, a copy of gate.weight")
+    with pytest.raises(WeightsDidNotArrive, match="^step 3: .* old weights .*: gate.copy, a copy of gate.weight$"):
+        checks.find_copies(3)
+
+
+@pytest.mark.parametrize(("has_baseline", "suspects"), [(True, True), (False, False)])
+def test_log_probs_on_changed_weights_suspect_a_copy_only_if_they_once_agreed(
+    has_baseline: bool, suspects: bool, tmp_path: Path
+) -> None:
+    checks = verification(tmp_path, "full")
+    if has_baseline:
+        checks.set_baseline(difference(1e-6))
+    checks.check_changed_log_probs(1, difference(1e-5))
+    with pytest.raises(
+        WeightsDidNotArrive, match=r"^step 1: on changed weights.* in the mean \(allowed 1e-05\)"
+    ) as raised:
+        checks.check_changed_log_probs(1, difference(2e-5))
+    assert ("(stale-copy-of-weights)" in str(raised.value)) == suspects
+
+
 def test_an_engine_that_cannot_be_asked_is_judged_by_log_probs_alone(tmp_path: Path) -> None:
     closed = SimpleNamespace(engine=SimpleNamespace(can_ask=False))
     checks = verification(tmp_path, "full", sync=closed)
     assert checks.level == "log_probs" and not checks.reaches("bytes")
-    checks.rehearse(0)
+    checks.rehearse(0, NEVER, NEVER)
     checks.check_arrival(0)
     assert not checks.load_baseline() and "cannot be filled with garbage" in checks.why_no_baseline
     with pytest.raises(WeightsDidNotArrive, match="tensors cannot be read back from this engine$"):
