@@ -247,16 +247,21 @@ class Ppo:
         }
 
     def routed_log_probs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """Return the actor's log-probs and entropies, [B, T], and the metrics routing/, none with rollout.routing = "off"."""
+        """Return the actor's log-probs and entropies, [B, T], and the metrics routing/, none with rollout.routing = "off".
+
+        Raise WrongRoutingRecord if the engine's log-probs contradict the experts that it says it took.
+        """
         assert self.actor
         if self.actor.routers is None:
             return *self.actor.log_probs(batch), {}
         own, entropy, differing = self.actor.own_routing(batch)
-        metrics = routing_metrics(batch, differing, len(self.actor.routers.experts))
-        if self.config.rollout.routing == "record":
-            return own, entropy, metrics
-        replayed, entropy = self.actor.log_probs(batch)
-        return replayed, entropy, metrics | replay_metrics(batch, own, replayed)
+        metrics, used = routing_metrics(batch, differing, len(self.actor.routers.experts)), own
+        if self.config.rollout.routing == "replay":
+            used, entropy = self.actor.log_probs(batch)
+            metrics |= replay_metrics(batch, own, used)
+        if self.verification:
+            self.verification.check_routing(batch, own, used, differing)
+        return used, entropy, metrics
 
     def learn(self, index: int, batch: Batch) -> Metrics:
         """Estimate advantages, then update the critic and the actor. Return the metrics of the updates."""
@@ -302,7 +307,7 @@ class Ppo:
             self.verification.find_copies()
             self.memory.release_all()
             with self.actor.on_device():
-                log_probs = [self.actor.log_probs(batch)[0] for batch in batches]
+                log_probs = [self.routed_log_probs(batch)[0] for batch in batches]
         differences = []
         for batch, trainers in zip(batches, log_probs, strict=True):
             with self.events.phase("verify_log_probs"):

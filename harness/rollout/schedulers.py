@@ -180,7 +180,7 @@ def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]])
     """
     name, dummy = named_tensors[0]
     try:
-        connection, shown = SHOWN.pop(name, None) or (_connect(name), [])
+        connection, shown = SHOWN.pop(name) if name in SHOWN else (_connect(name), [])
         shown.append(model)
         connection.send_bytes(type(model).__name__.encode())
     except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:

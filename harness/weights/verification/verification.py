@@ -45,6 +45,7 @@ from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
 from harness.weights.verification.rehearsal import ReloadComparison, compare_with_reload
 from harness.weights.verification.reload import ReloadFindings, load_again
+from harness.weights.verification.routing_record import wrong_routing_record
 from harness.weights.verification.snapshot import Snapshot, changed_tensors, snapshot_weights
 from harness.weights.verification.summary import mismatch_of_precisions, report_section, verdict_phrase
 from harness.weights.worker.kept_copies import find_copies
@@ -60,6 +61,10 @@ LEVELS: tuple[Level, ...] = ("off", "log_probs", "bytes", "full")
 
 class WeightsDidNotArrive(RuntimeError):
     """The engine computes with other weights than the trainer holds."""
+
+
+class WrongRoutingRecord(RuntimeError):
+    """The experts that the engine says tokens took are not those that it computed with."""
 
 
 class NoBaseline(RuntimeError):
@@ -354,6 +359,13 @@ class Verification:
                 self.sync.engine.ask(find_copies)
             when = "on the model's own checkpoint" if index is None else f"step {index}"
             refuse(stale, f"{when}: the engine has generated with old weights beside those that it holds")
+
+    def check_routing(self, batch: Batch, own: torch.Tensor, used: torch.Tensor, differing: torch.Tensor) -> None:
+        """log_probs: raise WrongRoutingRecord if the engine's log-probs contradict its record of experts (routing_record.py)."""
+        if self.reaches("log_probs"):
+            engines, mask = batch.require("rollout_log_probs"), batch.response_mask
+            if wrong := wrong_routing_record(self.precision, engines, own, used, differing, mask):
+                raise WrongRoutingRecord(wrong)
 
     def check_log_probs(self, index: int, difference: LogProbDifference) -> None:
         """log_probs: raise WeightsDidNotArrive, naming suspects, if the engine's log-probs are not the trainer's."""
