@@ -132,7 +132,7 @@ class Ppo:
         with phase("resume_weights", index, "the engine to take its weights' memory back"):
             self.memory.resume_weights()
         with self.actor.on_device():
-            self.verification.rehearse(index)
+            self.verification.rehearse(index, self.generate, lambda batch: self.routed_log_probs(batch)[0])
             self.verification.poison(index)
             with phase("sync", index, "the engine to receive and load the weights"):
                 self.sync.update_engine()
@@ -257,16 +257,21 @@ class Ppo:
         }
 
     def routed_log_probs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """Return the actor's log-probs and entropies, [B, T], and the metrics routing/, none with rollout.routing = "off"."""
+        """Return the actor's log-probs and entropies, [B, T], and the metrics routing/, none with rollout.routing = "off".
+
+        Raise WrongRoutingRecord if the engine's log-probs contradict the experts that it says it took.
+        """
         assert self.actor
         if self.actor.routers is None:
             return *self.actor.log_probs(batch), {}
         own, entropy, differing = self.actor.own_routing(batch)
-        metrics = routing_metrics(batch, differing, len(self.actor.routers.experts))
-        if self.config.rollout.routing == "record":
-            return own, entropy, metrics
-        replayed, entropy = self.actor.log_probs(batch)
-        return replayed, entropy, metrics | replay_metrics(batch, own, replayed)
+        metrics, used = routing_metrics(batch, differing, len(self.actor.routers.experts)), own
+        if self.config.rollout.routing == "replay":
+            used, entropy = self.actor.log_probs(batch)
+            metrics |= replay_metrics(batch, own, used)
+        if self.verification:
+            self.verification.check_routing(batch, own, used, differing)
+        return used, entropy, metrics
 
     def learn(self, index: int, batch: Batch) -> Metrics:
         """Estimate advantages, then update the critic and the actor. Return the metrics of the updates."""
@@ -321,7 +326,7 @@ class Ppo:
             self.verification.find_copies()
             self.memory.release_all()
             with self.actor.on_device():
-                trained = [self.actor.log_probs(batch)[0] for batch in batches]
+                trained = [self.routed_log_probs(batch)[0] for batch in batches]
         with self.events.phase("verify_log_probs"):
             self.verification.set_baseline(Scored(batches=batches, trained=trained, actor=self.actor))
 

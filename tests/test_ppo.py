@@ -52,7 +52,7 @@ class EchoEngine:
         ends = [
             {"finish_reason": {"type": "stop"}, "output_token_logprobs": [(-0.5, ids[0], None)]} for ids in input_ids
         ]
-        return [{"meta_info": end | self.told} for end in ends]
+        return [{"output_ids": ids[:1], "meta_info": end | self.told} for ids, end in zip(input_ids, ends, strict=True)]
 
 
 def rank_of(words: str, rank: int, engine: Any, folder: Path) -> Ppo:

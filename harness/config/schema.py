@@ -356,7 +356,7 @@ class Weights:
     """How each sync is verified. off: not at all. log_probs: what it is to fill is overwritten before it; fingerprints of
     the engine's tensors after it and after the rollout; the engine's log-probs against the trainer's. bytes: also read
     every element back from the engine and compare. full: also rehearse each sync with changed weights, and compare with
-    a reload from disk."""
+    the trainer's log-probs on them and with a reload from disk."""
 
 
 @dataclass(kw_only=True, slots=True)

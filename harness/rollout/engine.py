@@ -52,7 +52,7 @@ class RolloutEngine(Protocol):
         return_logprob: bool = False,
         return_routed_experts: bool = False,
     ) -> list[dict[str, Any]]:
-        """Return one answer for each prompt, in SGLang's form: output_ids, and meta_info with the log-probs.
+        """Return one answer for each prompt, in SGLang's form: output_ids, and meta_info with the log-prob of each of them.
 
         return_routed_experts: meta_info also says which experts each token took; the engine needs the argument
         enable_return_routed_experts.

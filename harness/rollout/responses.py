@@ -1,5 +1,6 @@
 """Read an engine's answers: the tokens, their log-probs, and why each response ended."""
 
+import math
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from harness.rollout.engine_errors import EngineFailed
 
 ROUTED = "routed_experts"
+ABOVE_ZERO = 1e-3
+"""How far rounding may take the log-prob of a certain token above 0."""
 
 
 class StaleWeights(EngineFailed):
@@ -51,19 +54,23 @@ def read_responses(
 
     aborted: what to do with a response that was aborted or has no token. error: raise EngineFailed with SGLang's
     reason. mask: drop its tokens. train: keep the tokens it has. routed_shape: (layers, experts of a token), if the
-    engine was asked for routed experts; raise EngineFailed if an answer lacks them.
+    engine was asked for routed experts; raise EngineFailed if an answer lacks them, or if its tokens are not those that it
+    has log-probs of.
     """
     responses = []
     for number, answer in enumerate(answers):
         reason = answer["meta_info"]["finish_reason"]
         tokens = answer["meta_info"].get("output_token_logprobs") or []  # None if it was aborted before the prefill
-        is_aborted = reason["type"] == "abort" or not tokens
+        has_tokens = bool(tokens or answer.get("output_ids"))
+        is_aborted = reason["type"] == "abort" or not has_tokens
         if is_aborted and aborted == "error":
             raise EngineFailed(
                 f"SGLang aborted response {number} of this rank after {len(tokens)} tokens: {reason.get('message') or reason};"
                 ' set rollout.aborted = "mask" or "train" to go on with such responses'
             )
         kept = [] if is_aborted and aborted == "mask" else tokens
+        if has_tokens and kept is tokens:
+            check_tokens(answer, tokens, number)
         token_ids, log_probs = [int(entry[1]) for entry in kept], [float(entry[0]) for entry in kept]
         routed = None
         if routed_shape and not (is_aborted and ROUTED not in answer["meta_info"]):
@@ -80,6 +87,30 @@ def read_responses(
             )
         )
     return responses
+
+
+def check_tokens(answer: Mapping[str, Any], scored: Sequence[Sequence[Any]], number: int) -> None:
+    """Raise EngineFailed unless SGLang's answer `number` has one log-prob for each of its tokens, and they can be log-probs.
+
+    scored: its (log-prob, token, ...). sglang#20799: tokens after the length limit had log-probs too, and would be trained on.
+    """
+    ids, scored_ids = answer.get("output_ids"), [int(entry[1]) for entry in scored]
+    if ids is None:
+        raise EngineFailed(
+            f"SGLang's answer {number} has no output_ids, so nothing shows that its log-probs are those of its tokens"
+        )
+    counted = answer["meta_info"].get("completion_tokens", len(ids))
+    if not len(scored_ids) == len(ids) == counted:
+        raise EngineFailed(
+            f"SGLang's answer {number} has {len(scored_ids)} output_token_logprobs for {len(ids)} output_ids and"
+            f" completion_tokens {counted}; there must be one log-prob for each token"
+        )
+    for place, (token, scored_id, (log_prob, *_)) in enumerate(zip(ids, scored_ids, scored, strict=True)):
+        where = f"SGLang's answer {number} has at token {place}"
+        if token != scored_id:
+            raise EngineFailed(f"{where} the log-prob of token id {scored_id}, but output_ids has {token} there")
+        if log_prob is None or not -math.inf < log_prob <= ABOVE_ZERO:
+            raise EngineFailed(f"{where} (id {token}) the log-prob {log_prob}; a log-prob is finite and at most 0")
 
 
 def read_weight_versions(meta_info: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 A call of SGLang costs milliseconds, and only TP rank 0 of the first stage answers it. So SGLang is called only once, to
 load one dummy tensor by the custom weight loader LOADER. In each scheduler the loader connects to its own trainer rank and
 starts a thread that serves it. With a draft model SGLang calls the loader twice, and the thread serves both as one model.
+The loader tells its rank of each model that it is shown, so a rank knows when SGLang has left one out.
 """
 
 import errno
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from harness.rollout import sglang_api
 from harness.rollout.engine_errors import EngineFailed, PeerGone, SchedulerFailed
 from harness.rollout.engine_ranks import Group, together
-from harness.rollout.served_models import models_in, serve_together
+from harness.rollout.served_models import DRAFT, DRAFT_CLASS, STALE_DRAFT, TARGET, models_in, serve_together
 from harness.runtime import scratch
 from harness.runtime.processes import wake_on_time
 
@@ -41,10 +42,13 @@ that built the engine sees that within half a second; it knows the cause and mus
 SWITCH_SECONDS = 5e-5
 """How long SGLang's thread in a scheduler may keep the interpreter while our thread wants it. SGLang's loop polls without
 a pause, so Python's default of 5 ms would be added to every answer. It has no effect while there is only one thread."""
-SHOWN: dict[str, list[Any]] = {}
-"""In a scheduler: the models that SGLang has shown to our loader so far, by the name of the channel that is being opened."""
+SHOWN: dict[str, tuple[Connection, list[Any]]] = {}
+"""In a scheduler, by the name of the channel that is being opened: its connection, and the models that SGLang has shown to our
+loader so far."""
+ANSWERED_SECONDS = 5.0
+"""How long the head's scheduler may take after SGLang has answered. SGLang answers when that scheduler has done the call."""
 CONNECT_SECONDS = 300.0
-"""How long a scheduler may take to connect after SGLang has answered: it may still be busy with earlier calls."""
+"""How long the other schedulers may take: they may still be busy with earlier calls."""
 
 
 class Send(Protocol):
@@ -77,7 +81,8 @@ class SchedulerChannel:
     def open(self) -> None:
         """Connect anew. Returns when every scheduler has done all earlier calls: the connection is made by the last one.
 
-        Raise EngineFailed on every rank if a scheduler does not connect in CONNECT_SECONDS.
+        Raise EngineFailed on every rank if SGLang does not show a scheduler all its models: at once if it is the head's, for the
+        others after CONNECT_SECONDS.
         """
         self.close()
         # The schedulers learn the folder of the sockets from the name of the dummy tensor, the number of models from its size.
@@ -86,7 +91,9 @@ class SchedulerChannel:
             meeting = _listening(socket_folder(name), self._group.ranks.index(self._group.rank))
             listener = self._together(partial(stack.enter_context, meeting))
             self._send([[(name, pickle.dumps(torch.zeros(self._models)))]] * self._group.tp, LOADER, flush_cache=False)
-            self._connection = self._together(partial(self._accept, listener))
+            is_head = self._group.rank == self._group.head
+            first = self._together(lambda: self._accept(listener, ANSWERED_SECONDS) if is_head else None)
+            self._connection = self._together(lambda: first or self._accept(listener, CONNECT_SECONDS))
 
     def close(self) -> None:
         """Disconnect; the scheduler's thread ends."""
@@ -94,12 +101,24 @@ class SchedulerChannel:
             self._connection.close()
             self._connection = None
 
-    def _accept(self, listener: Listener) -> Connection:
-        try:
-            return listener.accept()
-        except TimeoutError as error:
-            message = f"{self._scheduler} did not connect within {CONNECT_SECONDS:.0f} s; see {self._log}"
-            raise SchedulerFailed(message) from error
+    def _accept(self, listener: Listener, seconds: float) -> Connection:
+        """Return the connection of this rank's scheduler, once that has been shown all its models."""
+        # A Listener has no public way to set a timeout.
+        listener._listener._socket.settimeout(seconds)  # type: ignore[attr-defined]
+        shown: list[str] = []
+        with suppress(TimeoutError):
+            connection = listener.accept()
+            with _naming_a_closed_peer():
+                while len(shown) < self._models and connection.poll(seconds):
+                    shown.append(connection.recv_bytes().decode())
+            if len(shown) == self._models:
+                return connection
+        missing = DRAFT if not any(map(DRAFT_CLASS.search, shown)) else TARGET
+        only = f", only {shown[0]}: no update reaches the {missing} model ({STALE_DRAFT})" if shown else ""
+        raise SchedulerFailed(
+            f"SGLang answered an update call, but in {seconds:.0f} s it showed {len(shown)} of {self._models} models to"
+            f" {self._scheduler}{only}; see {self._log}"
+        )
 
     @property
     def _scheduler(self) -> str:
@@ -108,13 +127,9 @@ class SchedulerChannel:
     def _request(self, function: Callable[[Any, Any], T], argument: object) -> T:
         assert self._connection is not None
         request = sglang_api.serialize((f"{function.__module__}.{function.__qualname__}", argument))
-        try:
+        with _naming_a_closed_peer():
             self._connection.send_bytes(request)
             answer = self._connection.recv_bytes()
-        except (EOFError, OSError) as error:
-            if not _was_closed(error):
-                raise
-            raise PeerGone("the scheduler has closed its connection") from error
         outcome, value = sglang_api.deserialize(answer)
         if outcome == "failed":
             raise SchedulerFailed(f"{self._scheduler}: {value}")
@@ -137,13 +152,11 @@ def socket_folder(name: str) -> Path:
 
 @contextmanager
 def _listening(folder: Path, engine_rank: int) -> Iterator[Listener]:
-    """Listen on a socket in the folder, which is made if needed; remove both at the end. accept() raises TimeoutError."""
+    """Listen on a socket in the folder, which is made if needed; remove both at the end."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_private(folder)
     try:
         with Listener(str(folder / f"{engine_rank}.socket"), family="AF_UNIX") as listener:
-            # A Listener has no public way to set a timeout.
-            listener._listener._socket.settimeout(CONNECT_SECONDS)  # type: ignore[attr-defined]
             yield listener
     finally:
         with suppress(OSError):  # another rank's socket may still be there; the last rank removes the folder
@@ -163,24 +176,30 @@ def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]])
     """Connect this scheduler to its trainer rank and serve it on a thread. SGLang calls it as a custom weight loader.
 
     named_tensors: one dummy tensor, whose name is the folder of the sockets, and whose size is the number of models that the
-    loader is called for. It connects when it has seen all of them.
+    loader is called for. The rank is told the class of each of them; it is served when all have been seen.
     """
     name, dummy = named_tensors[0]
-    shown = SHOWN.setdefault(name, [])
-    shown.append(model)
-    if len(shown) < dummy.numel():
-        return
-    model = serve_together(SHOWN.pop(name))
-    folder = socket_folder(name)
     try:
-        require_private(folder)
-        connection = Client(str(folder / f"{dist.get_rank()}.socket"), family="AF_UNIX")
-    except (FileNotFoundError, ConnectionRefusedError) as error:
+        connection, shown = SHOWN.pop(name) if name in SHOWN else (_connect(name), [])
+        shown.append(model)
+        connection.send_bytes(type(model).__name__.encode())
+    except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
         # The trainer rank has died. If this raised, SGLang would end the scheduler, and that would look like the cause.
         print(f"no trainer rank listens: {error!r}", file=sys.stderr, flush=True)
         return
+    if len(shown) < dummy.numel():
+        SHOWN[name] = connection, shown
+        return
+    model = serve_together(shown)
     sys.setswitchinterval(SWITCH_SECONDS)
     threading.Thread(target=_serve, args=(model, connection), name="harness-channel", daemon=True).start()
+
+
+def _connect(name: str) -> Connection:
+    """Connect this scheduler to its trainer rank."""
+    folder = socket_folder(name)
+    require_private(folder)
+    return Client(str(folder / f"{dist.get_rank()}.socket"), family="AF_UNIX")
 
 
 @torch.no_grad()
@@ -199,6 +218,17 @@ def _serve(model: Any, connection: Connection) -> None:
                 if not _was_closed(error):
                     raise  # the engine's log must tell why, for example that there is no memory
                 return
+
+
+@contextmanager
+def _naming_a_closed_peer() -> Iterator[None]:
+    """Raise PeerGone for an error of a connection which says that the scheduler at its other end is gone."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        if not _was_closed(error):
+            raise
+        raise PeerGone("the scheduler has closed its connection") from error
 
 
 def _was_closed(error: EOFError | OSError) -> bool:

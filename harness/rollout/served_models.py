@@ -14,6 +14,8 @@ from torch import nn
 
 DRAFT = "draft"
 TARGET = "target"
+STALE_DRAFT = "mtp-draft-stale"
+"""The name, in the catalogue of launch/diagnose.py, of the failure that updates do not reach the draft."""
 DRAFT_CLASS = re.compile(r"NextN$|MTP$")
 """SGLang's names for the classes that serve a model's layer for multi-token prediction (MTP) as its draft model."""
 _KEPT = "_harness_served"

@@ -15,7 +15,7 @@ _STEP = (
 )  # fmt: skip
 _VERIFY = (
     "baseline", "perturb", "poison", "held", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
-    "copies",
+    "copies", "generate", "changed_log_probs",
 )  # fmt: skip
 _SYNC_JOB = ("readback", "bench")
 _MISMATCH_JOB = ("engine_scores", "trainer_scores", "routers", "record", "save_weights")

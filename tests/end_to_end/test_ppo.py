@@ -176,6 +176,17 @@ def test_a_pull_out_of_parameters_that_are_offloaded_between_steps_changes_nothi
 
 
 @pytest.mark.long
+def test_level_full_shows_a_copy_of_old_weights_that_nothing_leads_to(tmp_path: Path) -> None:
+    """At this learning rate no update moves a log-prob by more than is allowed, whatever the layer computes with."""
+    words = [QUICKSTART, "--weights.verify", "full", "--actor.learning_rate", "1e-7"]
+    job = run(tmp_path / "run", 2, *words, script="tests/end_to_end/ppo_with_hidden_copy.py")
+    assert job.process.returncode == 1
+    assert "WeightsDidNotArrive: step 0: on changed weights" in job.output()
+    assert "(stale-copy-of-weights)" in job.output()
+    assert job.left_behind() == []
+
+
+@pytest.mark.long
 def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart: Job, tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, QUICKSTART, "--weights.verify", "full")
     assert job.process.returncode == 0, job.output()

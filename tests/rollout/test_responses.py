@@ -1,5 +1,6 @@
 """What SGLang's answers become: tokens, log-probs, whether cut off, and what becomes of an aborted one."""
 
+import math
 from base64 import b64encode
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,7 +13,8 @@ from harness.rollout.responses import StaleWeights, check_weight_version, read_r
 
 
 def answer(reason: Any, *tokens: tuple[float, int, None]) -> dict[str, Any]:
-    return {"meta_info": {"finish_reason": reason, "output_token_logprobs": list(tokens)}}
+    meta_info = {"finish_reason": reason, "output_token_logprobs": list(tokens), "completion_tokens": len(tokens)}
+    return {"output_ids": [token for _, token, _ in tokens], "meta_info": meta_info}
 
 
 def test_tokens_log_probs_and_whether_the_length_ended_it() -> None:
@@ -60,11 +62,39 @@ def test_aborted_responses_are_marked_and_lose_their_tokens_where_that_is_asked_
     assert (empty.token_ids, empty.log_probs, empty.aborted) == ([], [], True)
 
 
+@pytest.mark.parametrize(
+    ("changed", "told", "said"),
+    [
+        ({"output_ids": [7, 9]}, {}, "3 output_token_logprobs for 2 output_ids and completion_tokens 3"),
+        ({"output_ids": [7, 9, 4, 4]}, {}, "3 output_token_logprobs for 4 output_ids"),
+        ({}, {"completion_tokens": 2}, "for 3 output_ids and completion_tokens 2"),
+        ({}, {"output_token_logprobs": None}, "0 output_token_logprobs for 3 output_ids"),
+        ({"output_ids": [7, 8, 4]}, {}, "at token 1 the log-prob of token id 9, but output_ids has 8"),
+        ({"output_ids": None}, {}, "has no output_ids"),
+    ],
+)
+@pytest.mark.parametrize("reason", ["length", "abort"])
+def test_log_probs_that_are_not_those_of_the_answer_s_own_tokens_are_an_error(
+    reason: str, changed: Any, told: Any, said: str
+) -> None:
+    """sglang#20799 had log-probs of tokens after the length limit. An aborted answer that is trained on must be right too."""
+    good = answer({"type": reason}, (-0.5, 7, None), (-1.5, 9, None), (0.0, 4, None))
+    read_responses([good], "train")
+    with pytest.raises(EngineFailed, match=f"^SGLang's answer 1 .*{said}"):
+        read_responses([good, good | changed | {"meta_info": good["meta_info"] | told}], "train")
+
+
+@pytest.mark.parametrize("log_prob", [math.nan, -math.inf, 0.5, None])
+def test_numbers_that_are_no_log_probs_are_an_error(log_prob: Any) -> None:
+    with pytest.raises(EngineFailed, match="at token 1 .id 9. the log-prob"):
+        read_responses([answer({"type": "length"}, (-0.5, 7, None), (log_prob, 9, None))])
+
+
 def routed_answer(experts: Any) -> dict[str, Any]:
     """The answer to a prompt of two tokens, with one token."""
     made = answer({"type": "stop"}, *TOKENS)
     routed = {} if experts is None else {"routed_experts": b64encode(np.array(experts, np.int32).tobytes()).decode()}
-    return {"meta_info": made["meta_info"] | routed | {"prompt_tokens": 2}}
+    return made | {"meta_info": made["meta_info"] | routed | {"prompt_tokens": 2}}
 
 
 def test_routed_experts_are_those_of_all_tokens_but_the_last() -> None:
@@ -105,17 +135,16 @@ SPANS = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "e
 )
 def test_the_versions_of_all_tokens_are_read_where_sglang_tells_them(told: Any, versions: tuple[str, ...]) -> None:
     made = answer({"type": "stop"}, *TOKENS)
-    [response] = read_responses([{"meta_info": made["meta_info"] | told}])
+    [response] = read_responses([made | {"meta_info": made["meta_info"] | told}])
     assert response.weight_versions == versions
 
 
 def test_a_response_of_other_weights_is_stale() -> None:
-    made = answer({"type": "stop"}, *TOKENS)["meta_info"]
-    fresh, mixed = read_responses(
-        [{"meta_info": made | {"weight_version": "3"}}, {"meta_info": made | {"weight_versions": SPANS}}]
-    )
+    made = answer({"type": "stop"}, *TOKENS)
+    told: list[dict[str, Any]] = [{"weight_version": "3"}, {"weight_versions": SPANS}]
+    fresh, mixed = read_responses([made | {"meta_info": made["meta_info"] | each} for each in told])
     check_weight_version([fresh], "3")
-    check_weight_version(read_responses([{"meta_info": made}]), "3")  # a release that does not tell
+    check_weight_version(read_responses([made]), "3")  # a release that does not tell
     with pytest.raises(StaleWeights, match=r"response 1 .* version 2, 3, but this step's sync brought version 3"):
         check_weight_version([fresh, mixed], "3")
     unnamed = replace(fresh, weight_versions=("default",))

@@ -6,7 +6,6 @@ Real engines are asked in tests/weights.
 import multiprocessing
 import operator
 import os
-import queue
 import signal
 import socket
 import stat
@@ -49,17 +48,29 @@ class Stage(nn.Module):
             self.get_parameter(name).copy_(tensor)
 
 
-class Engine:
-    """A channel of one rank with its scheduler. The engine's calls are files, which all schedulers handle in order."""
+class Draft(Stage):
+    """Named as SGLang names the classes of draft models."""
 
-    def __init__(self, rank: int, ranks: int, folder: str, seconds_a_call: float = 0.0) -> None:
+
+Draft.__name__ = "StageNextN"
+
+
+class Engine:
+    """A channel of one rank with its scheduler. The engine's calls are files, which all schedulers handle in order.
+
+    As SGLang does, it answers when the first scheduler is done. models: how many the channel expects; shown: how many it is shown.
+    """
+
+    def __init__(
+        self, rank: int, ranks: int, folder: str, seconds_a_call: float = 0.0, models: int = 1, shown: int = 1
+    ) -> None:
         group = dist.group.WORLD
         assert group is not None
         self.group = Group(process_group=group, ranks=tuple(range(ranks)), rank=rank, tp=ranks, pp=1)
         self.folder = Path(folder)
         self.calls = 0
-        self.channel = SchedulerChannel(self.group, self.send, Path("engine.log"))
-        arguments = (rank, self.folder, seconds_a_call)
+        self.channel = SchedulerChannel(self.group, self.send, Path("engine.log"), models)
+        arguments = (rank, self.folder, seconds_a_call, models, shown)
         self.scheduler = multiprocessing.get_context("fork").Process(target=scheduler, args=arguments, daemon=True)
         self.scheduler.start()
 
@@ -70,6 +81,8 @@ class Engine:
             self.calls += 1
             call.with_suffix(".unfinished").write_text(payloads[0][0][0])
             call.with_suffix(".unfinished").rename(call)
+            while not call.with_suffix(".done").exists() and self.scheduler.is_alive():
+                time.sleep(0.01)
         self.group.barrier()
 
     def asked(self, function: Callable[[Any, Any], Any], argument: object = None) -> str:
@@ -80,10 +93,10 @@ class Engine:
             return f"{type(error).__name__}: {error}"
 
 
-def scheduler(rank: int, folder: Path, seconds_a_call: float) -> None:
+def scheduler(rank: int, folder: Path, seconds_a_call: float, models: int, shown: int) -> None:
     """Handle the engine's calls: each counts itself in the weight before it starts to serve. Ends with its rank."""
     dist.get_rank = lambda group=None: rank
-    model, parent = Stage(), os.getppid()
+    model, draft, parent = Stage(), Draft(), os.getppid()
     for number in count():
         call = folder / f"call{number}"
         while not call.exists():
@@ -92,7 +105,10 @@ def scheduler(rank: int, folder: Path, seconds_a_call: float) -> None:
             time.sleep(0.01)
         time.sleep(seconds_a_call)
         model.weight.data += 1
-        start_serving(model, [(call.read_text(), torch.zeros(1))])
+        for each in (model, draft)[:shown]:
+            start_serving(each, [(call.read_text(), torch.zeros(models))])
+        if rank == 0:
+            call.with_suffix(".done").touch()
 
 
 def planted(function: Callable[..., T]) -> Callable[..., T]:
@@ -194,9 +210,32 @@ def _absent(rank: int, folder: str) -> str:
 
 
 def test_a_scheduler_that_does_not_connect_is_named_on_every_rank(tmp_path: Path) -> None:
-    message = "the scheduler of rank 1 did not connect within 0 s; see engine.log"
-    expected = [f"EngineFailed: on rank 1: {message}", f"SchedulerFailed: {message}"]
-    assert on_ranks(_absent, 2, tmp_path, str(tmp_path)) == expected
+    said = "in 0 s it showed 0 of 1 models to the scheduler of rank 1; see engine.log"
+    zero, one = on_ranks(_absent, 2, tmp_path, str(tmp_path))
+    assert zero == f"EngineFailed: on rank 1: {one.removeprefix('SchedulerFailed: ')}"
+    assert one.startswith("SchedulerFailed: SGLang answered an update call, but") and one.endswith(said)
+
+
+def _one_of_two(rank: int, folder: str) -> tuple[str, float]:
+    schedulers.ANSWERED_SECONDS = 0.5
+    start = time.monotonic()
+    engine = Engine(rank, 2, folder, models=2, shown=1)
+    return engine.asked(held_tensors), time.monotonic() - start
+
+
+def test_a_draft_model_that_no_update_call_is_shown_is_named_at_once(tmp_path: Path) -> None:
+    for message, seconds in on_ranks(_one_of_two, 2, tmp_path, str(tmp_path)):
+        assert "1 of 2 models to the scheduler of rank 0, only Stage" in message
+        assert "no update reaches the draft model (mtp-draft-stale)" in message
+        assert seconds < schedulers.CONNECT_SECONDS / 5
+
+
+def _both(rank: int, folder: str) -> list[str]:
+    return sorted(Engine(rank, 2, folder, models=2, shown=2).channel.ask(held_tensors, None))
+
+
+def test_a_target_and_its_draft_are_served_as_one(tmp_path: Path) -> None:
+    assert on_ranks(_both, 2, tmp_path, str(tmp_path)) == [["draft.weight", "target.weight"]] * 2
 
 
 HALF = struct.pack("!i", 1000) + b"of a thousand bytes"
@@ -292,29 +331,10 @@ def test_a_scheduler_outlives_a_trainer_rank_that_never_accepted(
         with socket.socket(socket.AF_UNIX) as one:
             one.bind(str(folder / "0.socket"))
     before = threading.active_count()
-    start_serving(Stage(), [("f", torch.zeros(1))])
+    for _ in range(2):
+        start_serving(Stage(), [("f", torch.zeros(2))])
     assert threading.active_count() == before
     assert "no trainer rank listens" in capsys.readouterr().err
-
-
-def test_a_scheduler_with_a_draft_model_connects_when_the_loader_has_seen_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    (folder := socket_folder("f")).mkdir(mode=0o700)
-    served: queue.Queue[Any] = queue.Queue()  # filled on the thread that serves
-    monkeypatch.setattr(schedulers, "_serve", lambda model, connection: served.put(model))
-    draft, target = type("StageNextN", (Stage,), {})(), Stage()
-    start_serving(draft, [("f", torch.zeros(2))])
-    assert dict(schedulers.SHOWN) == {"f": [draft]} and served.empty() and capsys.readouterr().err == ""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(folder / "0.socket"))
-        listener.listen()
-        start_serving(target, [("f", torch.zeros(2))])
-        listener.accept()[0].close()
-    both = served.get(timeout=60)
-    assert (both.target, both.draft) == (target, draft) and served.empty() and not schedulers.SHOWN
 
 
 def test_the_folder_of_sockets_is_private_and_goes_with_the_last_of_them(

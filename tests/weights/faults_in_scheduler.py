@@ -21,6 +21,7 @@ SKIP = f"{__name__}.skip"
 SPOIL = f"{__name__}.spoil"
 REPLAN = f"{__name__}.replan"
 KEEP = f"{__name__}.keep"
+HIDE = f"{__name__}.hide"
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -69,6 +70,24 @@ def keep(model: Any, named_tensors: Named) -> None:
             module.kept_weight = module.weight.detach().double()
         elif not text and hasattr(module, "kept_weight"):
             del module.kept_weight
+
+
+def hide(model: Any, named_tensors: Named) -> None:
+    """NAME: from its first forward pass on, this module computes with a copy of its weight that nothing leads to."""
+    module = model.get_submodule(named_tensors[0][0])
+    compute, kept = module.forward, list[torch.Tensor]()
+
+    def compute_with_copy(*arguments: Any, **named: Any) -> Any:
+        current = module.weight.data
+        kept.append(current.clone())
+        module.weight.data = kept[0]
+        try:
+            return compute(*arguments, **named)
+        finally:
+            module.weight.data = current
+            del kept[1:]
+
+    module.forward = compute_with_copy
 
 
 def replan(model: Any, named_tensors: Named) -> None:

@@ -4,6 +4,9 @@ from harness.cluster.world import all_gather
 from harness.rollout.engine import RolloutEngine
 from harness.weights.worker import kept_copies
 
+STALE_COPY = "stale-copy-of-weights"
+"""The failure's name in the catalogue of launch/diagnose.py."""
+
 
 def describe_stale_copies(engine: RolloutEngine) -> list[str]:
     """Return one sentence for each copy that has stayed as it was on some rank. A collective call of all ranks."""
@@ -12,7 +15,7 @@ def describe_stale_copies(engine: RolloutEngine) -> list[str]:
         for pair in found.items():
             places.setdefault(pair, []).append(str(rank))
     return [
-        f"{name}, a copy that the engine made of {of} and that no update reaches (stale-copy-of-weights), on rank"
+        f"{name}, a copy that the engine made of {of} and that no update reaches ({STALE_COPY}), on rank"
         f" {', '.join(ranks)}"
         for (name, of), ranks in places.items()
     ]

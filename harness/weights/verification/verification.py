@@ -6,14 +6,15 @@ Each level also does what the levels before it do:
     log_probs  before each sync, overwrite what it is to fill (poison); after it, and again after the rollout, compare 64-bit
                fingerprints of what the engine holds with the trainer's; compare the log-probs of the engine's responses
     bytes      read every element back after each sync; the first sync must leave what SGLang itself loads from disk
-    full       before each sync, sync changed weights and compare with a reload from disk
+    full       before each sync, sync changed weights, compare the log-probs of engine and trainer on them, and compare the
+               engine with a reload from disk
 
 An engine that cannot be asked what it holds (one behind HTTP) has no fingerprints and cannot be read back. Then only
 log-probs are compared, and the verdict says so.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +29,19 @@ from harness.cluster.world import World, all_gather
 from harness.config.model_rules import EXPERTS
 from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
-from harness.rollout.served_models import DRAFT
+from harness.rollout.served_models import DRAFT, STALE_DRAFT
 from harness.rollout.sglang_api.prefix_cache import cached_prefix_tokens
 from harness.runtime.events import EventLog
-from harness.weights.log_probs import FACTOR, FLOOR, LARGEST_BASELINE, Allowed, LogProbDifference, Precision
+from harness.trainer.batch import Batch
+from harness.weights.log_probs import (
+    FACTOR,
+    FLOOR,
+    LARGEST_BASELINE,
+    Allowed,
+    LogProbDifference,
+    Precision,
+    log_prob_difference,
+)
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import loses_precision
@@ -42,25 +52,32 @@ from harness.weights.verification.fingerprint import (
     compare_fingerprints,
     trainer_sums,
 )
-from harness.weights.verification.kept_copies import describe_stale_copies
+from harness.weights.verification.kept_copies import STALE_COPY, describe_stale_copies
 from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
 from harness.weights.verification.rehearsal import ReloadComparison, compare_with_reload
 from harness.weights.verification.reload import ReloadFindings, load_again
+from harness.weights.verification.routing_record import wrong_routing_record
 from harness.weights.verification.second_look import Scored
 from harness.weights.verification.snapshot import Snapshot, changed_tensors, snapshot_weights
 from harness.weights.verification.summary import mismatch_of_precisions, report_section, verdict_phrase
 from harness.weights.worker.coverage import LoadCoverage
 from harness.weights.worker.kept_copies import find_copies
 
+Generate = Callable[[int], Batch]
+"""Return the engine's responses to a step's prompts, with its log-probs of them."""
+TrainersLogProbs = Callable[[Batch], torch.Tensor]
+"""Return the trainer's log-probs of a batch: [B, T]."""
 Level = Literal["off", "log_probs", "bytes", "full"]
-STALE_DRAFT = "mtp-draft-stale"
-"""The failure's name in the catalogue of launch/diagnose.py."""
 LEVELS: tuple[Level, ...] = ("off", "log_probs", "bytes", "full")
 
 
 class WeightsDidNotArrive(RuntimeError):
     """The engine computes with other weights than the trainer holds."""
+
+
+class WrongRoutingRecord(RuntimeError):
+    """The experts that the engine says tokens took are not those that it computed with."""
 
 
 class NoBaseline(RuntimeError):
@@ -164,9 +181,6 @@ class Verification:
             self.memory.resume_kv_cache()
             self.sync.restore_scales()
             self.sync.engine.update_weights_from_disk(str(self.source))
-            if self.sync.engine.can_ask:
-                stale = describe_stale_copies(self.sync.engine)
-                refuse(stale, "the engine computes with other weights than SGLang has just loaded from disk")
         if self.sync.engine.can_ask:
             self.sync.loader.trace_once()
             self.others = self.sync.loader.other_tensors()
@@ -274,16 +288,19 @@ class Verification:
             }
             self.poisoned = True
 
-    def rehearse(self, index: int) -> None:
+    def rehearse(self, index: int, generate: Generate, trainers: TrainersLogProbs) -> None:
         """full: before a sync, rehearse it with changed weights, onto poison."""
         if self.reaches("full"):
             self.poison(index)
-            self._sync_changed_weights(index)
+            self._sync_changed_weights(index, generate, trainers)
 
-    def _sync_changed_weights(self, index: int) -> None:
-        """Sync changed weights onto the poison, read them back, and compare them with a reload from disk.
+    def _sync_changed_weights(self, index: int, generate: Generate, trainers: TrainersLogProbs) -> None:
+        """Sync changed weights onto the poison, read them back, compare log-probs on them, and compare with a reload from disk.
 
-        So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs.
+        So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs. What the
+        engine has copied of older weights, in whatever form, and computes with shows in the log-probs, at any learning rate: the
+        changed weights are far from them. That holds for what the trainer never moves too, but not for the draft model, which
+        decides no log-prob.
         """
         sync, seed, folder = self.sync, self.config.run.seed * 1_000_003 + index, self.make_reload_folder()
         tensors = sync.held_tensors()
@@ -296,15 +313,40 @@ class Verification:
             with self.timed("save", index, "rank 0 to write the changed weights to disk"):
                 sync.save(folder, self.source)
                 dist.barrier()
+            with self.timed("generate", index, "the engine's responses with changed weights"):
+                self.memory.resume_kv_cache()
+                batch = generate(index)
+            self.find_copies(index)
+            with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
+                found = compare_with_reload(self.sync.loader, self.prompts, folder)
+            self.memory.release_all()  # the trainer computes without the engine's memory beside it, as in a step
+            self.refuse_reload(found, index)
+            with self.timed("changed_log_probs", index, "the trainer's log-probs with changed weights"):
+                engines = batch.require("rollout_log_probs")
+                difference = log_prob_difference(engines, trainers(batch), batch.response_mask)
+            self.check_changed_log_probs(index, difference)
         finally:
             with self.timed("perturb", index):
                 perturb(tensors, seed)
-        with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
-            self.memory.resume_kv_cache()
-            found = compare_with_reload(self.sync.loader, self.prompts, folder)
-            self.memory.release_all()
-            self.memory.resume_weights()
-            self.refuse_reload(found, index)
+        self.memory.resume_weights()
+
+    def check_changed_log_probs(self, index: int, difference: LogProbDifference) -> None:
+        """full: raise WeightsDidNotArrive if the engine's log-probs on changed weights, which it holds, are not the trainer's."""
+        self.events.fact("changed_log_prob_difference", step=index, **difference.metrics())
+        if violations := self.allowed.violations(difference):
+            raise WeightsDidNotArrive(
+                f"step {index}: on changed weights, which the engine holds as they were sent, its log-probs are off by"
+                f" {', '.join(violations)}; largest {difference.largest:.2e}: {self._why_changed_differ}"
+            )
+
+    @property
+    def _why_changed_differ(self) -> str:
+        if self.baseline is None:  # they may never have been the same
+            return "engine and trainer compute differently, or the engine computes with a copy of old weights"
+        return (
+            f"it computed the same as the trainer on the model's own checkpoint, so it still computes with something that it made"
+            f" of old weights; a copy that no update reaches is suspected ({STALE_COPY})"
+        )
 
     def make_reload_folder(self) -> Path:
         """Make the folder where weights are written for a reload: a new one, as other runs may use the same weights.folder."""
@@ -380,13 +422,12 @@ class Verification:
                 self.compared = compare_fingerprints(self.sync.weights, self.sync.loader, self.sums.sent)
                 self.reloaded = load_again(self.sync.weights, self.sync.loader, self.compared.left)
                 wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
-                stale = describe_stale_copies(self.sync.engine)
                 self.after_sync = self.sync.loader.other_tensors(derived=True)
                 self.others = self.others or self.sync.loader.other_tensors()
                 cached = self.cached_prefixes()
         self.not_covered |= dict.fromkeys([*self.reloaded.not_covered, *self.sync.unfilled])
         others = changed(self.others, self.after_sync)
-        refuse(wrong or self.reloaded.wrong or stale, f"{after} holds other weights")
+        refuse(wrong or self.reloaded.wrong, f"{after} holds other weights")
         refuse(others, f"{after} has changed what no sync fills")
         refuse(cached, f"{after} has a prefix cache that is not empty (cache-not-flushed)")
 
@@ -449,10 +490,23 @@ class Verification:
         )
 
     def find_copies(self, index: int | None = None) -> None:
-        """log_probs: note the copies of its weights that the engine made to compute with, before it releases its memory."""
+        """log_probs: before the engine releases its memory, note the copies of its weights that it made to compute with.
+
+        Raise WeightsDidNotArrive, naming it, if one that was noted before is not what its weight is now.
+        """
         if self.reaches("log_probs") and self.sync.engine.can_ask:
             with self.timed("copies", index):
+                stale = describe_stale_copies(self.sync.engine)
                 self.sync.engine.ask(find_copies)
+            when = "on the model's own checkpoint" if index is None else f"step {index}"
+            refuse(stale, f"{when}: the engine has generated with old weights beside those that it holds")
+
+    def check_routing(self, batch: Batch, own: torch.Tensor, used: torch.Tensor, differing: torch.Tensor) -> None:
+        """log_probs: raise WrongRoutingRecord if the engine's log-probs contradict its record of experts (routing_record.py)."""
+        if self.reaches("log_probs"):
+            engines, mask = batch.require("rollout_log_probs"), batch.response_mask
+            if wrong := wrong_routing_record(self.precision, engines, own, used, differing, mask):
+                raise WrongRoutingRecord(wrong)
 
     def check_log_probs(self, index: int, difference: LogProbDifference, scored: Scored) -> None:
         """log_probs: raise WeightsDidNotArrive, with what a second look shows, if the engine's log-probs are not the trainer's.

@@ -1,35 +1,57 @@
-"""Copies of weights that the engine's modules make while they compute, and use from then on: a router's in float32, say.
+"""Copies of weights that the engine makes while it computes, and uses from then on: a router's in float32, say.
 
 An update changes the weight and not the copy, so the engine goes on with the old values (sglang#35883). That a tensor is a copy
 shows only while it still equals the weight. So copies are looked for when the engine has started, as it may have captured CUDA
-graphs, and after each rollout; they are compared after the next load or sync.
+graphs, and after each rollout; they are compared after the next one. Only then, as an engine may renew a copy when it computes.
+
+Looked at is what can be reached from the modules of the model: their buffers and attributes, what hangs on their parameters, the
+dicts, lists and objects among these, and the global variables of the files that define the modules' classes. A copy in another
+place, or one that was scaled, shows at level full, in the log-probs.
 """
 
+import re
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
+
+from harness.weights.worker.model_state import synced_tensors
 
 _KEPT = "_harness_kept_copies"
+LAYER = re.compile(r"^((?:.*?\.)?\d+)\.")
+"""The layer of a tensor or module: its name up to the first number."""
+DEPTH = 4
+"""How deep in each other dicts, lists and objects are opened."""
+MOST_OPENED = 2000
+"""How many of them are opened for one layer, and how long they may be: an object may hold a whole engine."""
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+CLOSED = (nn.Module, ModuleType, type, str, bytes)
+"""What is not opened. Modules within the model are looked at by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter lies in a tensor that a module keeps: in these rows, of the transposed tensor or of the tensor itself."""
+    """Where a parameter lies in a tensor that is held: in these rows, of the tensor itself or transposed, or in another shape."""
 
     first_row: int = 0
     transposed: bool = False
+    reshaped: bool = False
 
     def of(self, held: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a view of what is held of the parameter, in the parameter's shape."""
+        """Return what is held of the parameter, in the parameter's shape."""
+        if self.reshaped:
+            return held.reshape(parameter.shape)
         rows = held.mT if self.transposed else held
         return rows.narrow(0, self.first_row, len(parameter)) if parameter.ndim else rows
 
 
 @torch.no_grad()
 def find_copies(model: Any, _: None = None) -> int:
-    """Note what modules keep beside their parameters and equals one of them. Return how many copies are known."""
+    """Note what is held beside the parameters and equals one of them. Return how many copies are known."""
     known: dict[tuple[str, str], Place] = model.__dict__.setdefault(_KEPT, {})
     for name, held, parameter_name, parameter in _kept_beside_parameters(model):
         pair = (name, parameter_name)
@@ -64,31 +86,88 @@ def _place(held: torch.Tensor, parameter: torch.Tensor) -> Place | None:
 def _possible_places(held: torch.Tensor, values: torch.Tensor) -> Iterator[Place]:
     if held.shape == values.shape:
         yield Place()
-    elif held.shape[1:] == values.shape[1:]:  # longer: parameters that were put together
+    elif held.ndim == values.ndim and held.shape[1:] == values.shape[1:]:  # longer: parameters that were put together
         alike = (held == values[0]).flatten(1).all(1) if held.ndim > 1 else held == values[0]
         starts = alike.nonzero().flatten().tolist()
         yield from (Place(first_row=start) for start in starts if start + len(values) <= len(held))
-    if values.ndim == 2 and held.mT.shape == values.shape:
+    if values.ndim == 2 and held.ndim == 2 and held.mT.shape == values.shape:
         yield Place(transposed=True)
+    if held.shape != values.shape and held.numel() == values.numel():
+        yield Place(reshaped=True)
 
 
 def _kept_beside_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
-    """Yield each tensor that is a buffer or an attribute, with each parameter that it may hold, in memory of its own.
+    """Yield each tensor that is held beside the parameters, with each parameter or synced buffer that it may be a copy of.
 
-    The parameter is one of the same module, or of a module directly below it. A tensor may be in a list or tuple, and be an
-    attribute of the module or of one of its parameters.
+    What modules of one layer hold is compared with the layer's own tensors; what is held elsewhere, with those of all layers.
     """
+    everything = list(synced_tensors(model))
+    by_layer: dict[str, list[tuple[str, torch.Tensor]]] = {"": everything}
+    for name, parameter in everything:
+        if layer := _layer_of(name):
+            by_layer.setdefault(layer, []).append((name, parameter))
+    for layer, kept in _kept_by_layer(model).items():
+        for name, held in kept.items():
+            for parameter_name, parameter in by_layer.get(layer, ()):
+                if _may_hold(held, parameter):
+                    yield name, held, parameter_name, parameter
+
+
+def _kept_by_layer(model: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what modules hold beside their parameters, by layer and name; under "" what belongs to no layer or to all."""
+    searches: dict[str, _Search] = {}
+    files: set[str] = set()
     for path, module in model.named_modules():
-        values = vars(module) | module._buffers | _kept_on(module._parameters)
-        kept = dict(found for name, value in values.items() for found in _floats_in(name, value))
-        if not kept:
-            continue
-        near = [("", module), *((f"{name}.", child) for name, child in module.named_children())]
-        for prefix, owner in near:
-            for own_name, parameter in owner._parameters.items():
-                for name, held in kept.items():
-                    if parameter is not None and _may_hold(held, parameter):
-                        yield _joined(path, name), held, _joined(path, prefix + own_name), parameter
+        search = searches.setdefault(_layer_of(f"{path}."), _Search())
+        own = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
+        for name, value in (own | module._buffers | _kept_on(module._parameters)).items():
+            search.open(_joined(path, name), value)
+        files.add(type(module).__module__)
+    globally = searches.setdefault("", _Search())
+    for file in sorted(files - {nn.Module.__module__}):
+        for name, value in list(vars(sys.modules[file]).items()) if file in sys.modules else ():
+            if isinstance(value, dict | list | torch.Tensor) and not name.startswith("__"):
+                globally.open(f"{file}.{name}", value)
+    return {layer: search.found for layer, search in searches.items()}
+
+
+@dataclass(slots=True)
+class _Search:
+    """Collects the floating-point tensors that the modules of one layer hold, each under the first name it has."""
+
+    found: dict[str, torch.Tensor] = field(default_factory=dict)
+    _seen: dict[int, Any] = field(default_factory=dict)  # by id(), and alive, so that no other value gets its id
+
+    def open(self, name: str, value: Any, depth: int = 0) -> None:
+        """Keep a tensor, or what is in a dict, list or object."""
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point() and value.itemsize > 1:  # torch compares no float8
+                self.found[name] = value
+            return
+        inside = _inside(value) if depth < DEPTH else ()
+        if not 0 < len(inside) <= MOST_OPENED or id(value) in self._seen or len(self._seen) >= MOST_OPENED:
+            return
+        self._seen[id(value)] = value
+        for key, each in inside:
+            self.open(name + key, each, depth + 1)
+
+
+def _inside(value: Any) -> list[tuple[str, Any]]:
+    """Return what a value holds, each with what follows the value's name in its own name."""
+    if isinstance(value, dict):
+        return [(f"[{key!r:.60}]", each) for key, each in list(value.items())]
+    if isinstance(value, list | tuple):
+        return [(f"[{index}]", each) for index, each in enumerate(value)]
+    if isinstance(value, CLOSED):
+        return []
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+    attributes = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+    return [(f".{name}", each) for name, each in attributes.items()]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _kept_on(parameters: Mapping[str, torch.nn.Parameter | None]) -> dict[str, Any]:
@@ -100,21 +179,18 @@ def _kept_on(parameters: Mapping[str, torch.nn.Parameter | None]) -> dict[str, A
     }
 
 
-def _floats_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point tensors of a value: itself, or those in a list or tuple."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and value.itemsize > 1:  # torch compares no float8
-            yield name, value
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from _floats_in(f"{name}[{index}]", each)
-
-
 def _may_hold(held: torch.Tensor, parameter: torch.Tensor) -> bool:
-    if not parameter.numel() or held.ndim != parameter.ndim or held.numel() < parameter.numel():
+    """Return whether a parameter fits in what is held, in memory of its own."""
+    if not parameter.numel() or held.numel() < parameter.numel() or held.device != parameter.device:
         return False
-    fits = held.shape[1:] == parameter.shape[1:] or (held.ndim == 2 and held.mT.shape == parameter.shape)
-    return fits and held.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+    fits = held.ndim == parameter.ndim and held.shape[1:] == parameter.shape[1:]
+    may = fits or held.numel() == parameter.numel()
+    return may and held.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+
+
+def _layer_of(name: str) -> str:
+    found = LAYER.match(name)
+    return found[1] if found else ""
 
 
 def _joined(path: str, name: str) -> str:

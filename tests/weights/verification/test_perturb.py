@@ -38,7 +38,7 @@ def test_twice_is_never(dtype: torch.dtype, patterns: list[int], seed: int) -> N
 
 
 @given(DTYPES, PATTERNS, st.integers(0, 2**40))
-def test_finite_stays_finite_and_the_change_is_small(dtype: torch.dtype, patterns: list[int], seed: int) -> None:
+def test_finite_stays_finite_and_the_change_is_bounded(dtype: torch.dtype, patterns: list[int], seed: int) -> None:
     tensor = tensor_of(dtype, patterns)
     old = tensor.double()
     perturb({"w": tensor}, seed)
@@ -47,17 +47,21 @@ def test_finite_stays_finite_and_the_change_is_small(dtype: torch.dtype, pattern
     assert torch.equal(finite, new.isfinite())
     normal = finite & (old.abs() >= torch.finfo(dtype).tiny)
     relative = ((new - old) / old).abs()[normal]
-    assert (relative > 2**-7).all() and (relative <= 2**-5).all()
+    assert (relative > 2**-3).all() and (relative <= 2**-1).all()
     assert (old.sign()[normal] == new.sign()[normal]).all()
 
 
 @given(DTYPES, PATTERNS)
-def test_the_change_outlives_bfloat16(dtype: torch.dtype, patterns: list[int]) -> None:
+def test_the_change_outlives_bfloat16_and_fp8(dtype: torch.dtype, patterns: list[int]) -> None:
     tensor = tensor_of(dtype, patterns)
     tensor = tensor[(tensor.double().abs() > 1e-4) & tensor.isfinite() & (tensor.double().abs() < 1e30)]
     before = tensor.bfloat16().clone()
     perturb({"w": tensor}, 0)
     assert (tensor.bfloat16() != before).all()
+    mantissas = before.float().frexp().mantissa  # in FP8's range, as scaled weights are
+    perturb({"w": (changed := mantissas.clone())}, 0)
+    old, new = (each.to(torch.float8_e4m3fn).float() for each in (mantissas, changed))
+    assert (old != new).all()
 
 
 @settings(max_examples=20)
@@ -73,7 +77,7 @@ def test_the_same_seed_and_name_change_alike_and_others_do_not(seed: int, other:
     assert not torch.equal(changed(seed, "a"), changed(seed, "b"))
     if seed != other:
         assert not torch.equal(changed(seed, "a"), changed(other, "a"))
-    share = (changed(seed, "a") == 1 + 2**-5).double().mean()
+    share = (changed(seed, "a") == 1 + 2**-1).double().mean()
     assert 0.3 < share < 0.7
 
 

@@ -82,6 +82,10 @@ def difference(mean: float) -> LogProbDifference:
     return LogProbDifference(mean=mean, bulk=mean, tokens=256, sequence=part, position=part, **spread)
 
 
+def NEVER(_: Any) -> Any:
+    raise AssertionError("nothing is generated or computed")
+
+
 def test_levels_are_cumulative(tmp_path: Path) -> None:
     reached = {level: verification(tmp_path, level) for level in ("off", "log_probs", "bytes", "full")}
     assert [[each.reaches(level) for level in reached] for each in reached.values()] == [
@@ -324,15 +328,6 @@ def test_a_sender_that_sends_what_the_model_no_longer_holds_is_named_as_such(toy
         checks.check_arrival(1)
 
 
-def test_a_copy_that_stayed_behind_is_named(toy: tuple[Verification, ToySync], monkeypatch: pytest.MonkeyPatch) -> None:
-    checks, sync = toy
-    stale = ["gate.copy, a copy of gate.weight"]
-    monkeypatch.setattr("harness.weights.verification.verification.describe_stale_copies", lambda engine: stale)
-    sync.update_engine()
-    with pytest.raises(WeightsDidNotArrive, match="other weights: gate.copy, a copy of gate.weight"):
-        checks.check_arrival(0)
-
-
 def test_keys_and_values_of_older_weights_are_named(
     toy: tuple[Verification, ToySync], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,11 +342,38 @@ def test_keys_and_values_of_older_weights_are_named(
         checks.check_arrival(1)
 
 
+def test_a_copy_is_judged_after_the_rollout_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    checks = verification(tmp_path, sync=SimpleNamespace(engine=SimpleNamespace(can_ask=True, ask=asked.append)))
+    stale: list[str] = []
+    monkeypatch.setattr("harness.weights.verification.verification.describe_stale_copies", lambda engine: stale)
+    checks.find_copies(3)
+    assert len(asked) == 1
+    stale.append("gate.copy, a copy of gate.weight")
+    with pytest.raises(WeightsDidNotArrive, match="^step 3: .* old weights .*: gate.copy, a copy of gate.weight$"):
+        checks.find_copies(3)
+
+
+@pytest.mark.parametrize(("has_baseline", "suspects"), [(True, True), (False, False)])
+def test_log_probs_on_changed_weights_suspect_a_copy_only_if_they_once_agreed(
+    has_baseline: bool, suspects: bool, tmp_path: Path
+) -> None:
+    checks = verification(tmp_path, "full")
+    if has_baseline:
+        checks.baseline = difference(1e-6)
+    checks.check_changed_log_probs(1, difference(1e-5))
+    with pytest.raises(
+        WeightsDidNotArrive, match=r"^step 1: on changed weights.* in the mean \(allowed 1e-05\)"
+    ) as raised:
+        checks.check_changed_log_probs(1, difference(2e-5))
+    assert ("(stale-copy-of-weights)" in str(raised.value)) == suspects
+
+
 def test_an_engine_that_cannot_be_asked_is_judged_by_log_probs_alone(tmp_path: Path) -> None:
     checks = verification(tmp_path, "full")
     checks.sync.engine.can_ask = False
     assert checks.level == "log_probs" and not checks.reaches("bytes")
-    checks.rehearse(0)
+    checks.rehearse(0, NEVER, NEVER)
     checks.poison(0)
     checks.check_held(0)
     assert not checks.load_baseline() and "cannot be overwritten" in checks.why_no_baseline

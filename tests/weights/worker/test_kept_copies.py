@@ -1,6 +1,10 @@
 """Copies that modules keep of their weights: found while they are right, named once an update has left them behind."""
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +87,52 @@ def test_a_copy_beside_the_module_of_the_weight_is_found() -> None:
     assert find_copies(served) == 1
     update(served)
     assert stale_copies(served) == {"gate_weight": "0.weight"}
+
+
+@dataclass(slots=True)
+class Settings:
+    """As SGLang's TopKConfig: beside the router, with a tensor that the router's owner keeps."""
+
+    top_k: int = 2
+    cached: Any = None
+
+
+GLOBAL: dict[int, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("keep", "name"),
+    [
+        (lambda layer, copy: setattr(layer.gate, "kept", {"fp32": copy}), "layers.0.gate.kept['fp32']"),
+        (lambda layer, copy: setattr(layer.topk, "settings", Settings(cached=copy)), "layers.0.topk.settings.cached"),
+        (lambda layer, copy: setattr(layer.topk, "sibling", copy.flatten()), "layers.0.topk.sibling"),
+        (lambda layer, copy: setattr(layer.topk, "op", SimpleNamespace(a=[{1: copy}])), "layers.0.topk.op.a[0][1]"),
+        (lambda layer, copy: setattr(layer.gate.weight, "own", {"x": copy.half()}), None),
+        (lambda layer, copy: GLOBAL.update({7: copy}), f"{__name__}.GLOBAL[7]"),
+    ],
+)
+def test_a_copy_is_found_wherever_the_layer_or_a_global_variable_keeps_it(
+    keep: Callable[[Any, torch.Tensor], object], name: str | None
+) -> None:
+    served: Any = nn.Module()
+    served.layers = nn.ModuleList(
+        nn.ModuleDict({"gate": Router(), "topk": nn.Identity()})
+        for _ in range(2)  # alike, but other values
+    )
+    try:
+        keep(served.layers[0], served.layers[0].gate.weight.detach().float())
+        assert find_copies(served) == 1 and stale_copies(served) == {}
+        update(served)
+        assert stale_copies(served) == {name or "layers.0.gate.weight.own['x']": "layers.0.gate.weight"}
+    finally:
+        GLOBAL.clear()
+
+
+def test_objects_that_hold_each_other_or_very_much_end_the_search() -> None:
+    served: Any = model()
+    served.me = SimpleNamespace(model=served, modules=sys, many=[[served]] * 10_000)
+    served.me.me = served.me
+    assert find_copies(served) == 0
 
 
 def test_transposed_copies_and_parameters_that_were_put_together_are_found() -> None:
