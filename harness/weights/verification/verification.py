@@ -251,9 +251,10 @@ class Verification:
         """Return the checkpoint tensors that the engine holds in a narrower dtype than its other parameters."""
         if not self.sync.engine.can_ask:
             return {}
-        self.memory.resume_weights()
-        self.sync.loader.trace_once()
-        self.memory.release_all()
+        if not self.sync.loader.coverage:  # before the first sync, which traces too
+            self.memory.resume_weights()
+            self.sync.loader.trace()
+            self.memory.release_all()
         return narrower_tensors(self.sync.loader.coverage)
 
     def what_passes(self) -> str:

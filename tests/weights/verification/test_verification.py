@@ -68,7 +68,7 @@ def verification(folder: Path, level: Level = "log_probs", **parts: Any) -> With
     given: dict[str, Any] = dict.fromkeys(("world", "memory", "sync", "prompts"))
     names = ("update_engine", "resume_weights", "resume_kv_cache", "release_all")
     engine = SimpleNamespace(can_ask=True, has_memory_saver=False, version="0.0")
-    loader = SimpleNamespace(trace_once=lambda: None, coverage=())
+    loader = SimpleNamespace(trace=lambda: None, coverage=())
     model = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
     model.config.get_text_config = lambda: model.config
     nothing = SimpleNamespace(engine=engine, loader=loader, model=model, **dict.fromkeys(names, lambda: None))
