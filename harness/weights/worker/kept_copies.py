@@ -21,6 +21,8 @@ from torch import nn
 
 from harness.weights.worker.model_state import synced_tensors
 
+Pair = tuple[str, str, torch.Size]
+"""The name of what is held, its parameter's, and its shape: of another shape it is another tensor."""
 _KEPT = "_harness_kept_copies"
 LAYER = re.compile(r"^((?:.*?\.)?\d+)\.")
 """The layer of a tensor or module: its name up to the first number."""
@@ -52,9 +54,9 @@ class Place:
 @torch.no_grad()
 def find_copies(model: Any, _: None = None) -> int:
     """Note what is held beside the parameters and equals one of them. Return how many copies are known."""
-    known: dict[tuple[str, str], Place] = model.__dict__.setdefault(_KEPT, {})
+    known: dict[Pair, Place] = model.__dict__.setdefault(_KEPT, {})
     for name, held, parameter_name, parameter in _kept_beside_parameters(model):
-        pair = (name, parameter_name)
+        pair = (name, parameter_name, held.shape)
         if pair not in known and (place := _place(held, parameter)):
             known[pair] = place
     return len(known)
@@ -63,10 +65,10 @@ def find_copies(model: Any, _: None = None) -> int:
 @torch.no_grad()
 def stale_copies(model: Any, _: None = None) -> dict[str, str]:
     """Return the copies that were found and that their parameters do not equal any more: their names -> the parameters'."""
-    known: dict[tuple[str, str], Place] = model.__dict__.get(_KEPT, {})
+    known: dict[Pair, Place] = model.__dict__.get(_KEPT, {})
     stale: dict[str, list[str]] = {}
     for name, held, parameter_name, parameter in _kept_beside_parameters(model) if known else ():
-        place = known.get((name, parameter_name))
+        place = known.get((name, parameter_name, held.shape))
         if place and not torch.equal(place.of(held, parameter), parameter.to(held.dtype)):
             stale.setdefault(name, []).append(parameter_name)
     return {name: " and ".join(parameters) for name, parameters in stale.items()}
@@ -87,8 +89,7 @@ def _possible_places(held: torch.Tensor, values: torch.Tensor) -> Iterator[Place
     if held.shape == values.shape:
         yield Place()
     elif held.ndim == values.ndim and held.shape[1:] == values.shape[1:]:  # longer: parameters that were put together
-        alike = (held == values[0]).flatten(1).all(1) if held.ndim > 1 else held == values[0]
-        starts = alike.nonzero().flatten().tolist()
+        starts = (held.reshape(len(held), -1)[:, 0] == values.flatten()[0]).nonzero().flatten().tolist()
         yield from (Place(first_row=start) for start in starts if start + len(values) <= len(held))
     if values.ndim == 2 and held.ndim == 2 and held.mT.shape == values.shape:
         yield Place(transposed=True)
