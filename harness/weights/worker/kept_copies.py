@@ -49,26 +49,44 @@ class Place:
         return rows.narrow(0, self.first_row, len(parameter)) if parameter.ndim else rows
 
 
+Copy = tuple[str, torch.Size, Place]
+"""The name and shape of what is held, and where in it a parameter lies."""
+
+
 @torch.no_grad()
 def find_copies(model: Any, _: None = None) -> int:
-    """Note what is held beside the parameters and equals one of them. Return how many copies are known."""
-    known: dict[tuple[str, str], Place] = model.__dict__.setdefault(_KEPT, {})
+    """Note what is held beside the parameters and equals one of them. Return how many copies are known.
+
+    Several parameters may have the same values, as dummy weights of one shape have: it is then a copy of one of them.
+    """
+    known: dict[Copy, dict[str, None]] = model.__dict__.setdefault(_KEPT, {})
+    found: dict[Copy, dict[str, None]] = {}
     for name, held, parameter_name, parameter in _kept_beside_parameters(model):
-        pair = (name, parameter_name)
-        if pair not in known and (place := _place(held, parameter)):
-            known[pair] = place
+        if place := _place(held, parameter):
+            found.setdefault((name, held.shape, place), {})[parameter_name] = None
+    for copy, parameters in found.items():
+        known[copy] = {each: None for each in known.get(copy, ()) if each in parameters} or parameters
     return len(known)
 
 
 @torch.no_grad()
 def stale_copies(model: Any, _: None = None) -> dict[str, str]:
-    """Return the copies that were found and that their parameters do not equal any more: their names -> the parameters'."""
-    known: dict[tuple[str, str], Place] = model.__dict__.get(_KEPT, {})
-    stale: dict[str, list[str]] = {}
+    """Return the copies that were found and that equal none of their parameters any more: their names -> the parameters'."""
+    known: dict[Copy, dict[str, None]] = model.__dict__.get(_KEPT, {})
+    places: dict[str, list[Copy]] = {}
+    for copy in known:
+        places.setdefault(copy[0], []).append(copy)
+    left: set[Copy] = set()
+    right: set[Copy] = set()
     for name, held, parameter_name, parameter in _kept_beside_parameters(model) if known else ():
-        place = known.get((name, parameter_name))
-        if place and not torch.equal(place.of(held, parameter), parameter.to(held.dtype)):
-            stale.setdefault(name, []).append(parameter_name)
+        for copy in places.get(name, ()):
+            if held.shape == copy[1] and parameter_name in known[copy]:
+                is_right = torch.equal(copy[2].of(held, parameter), parameter.to(held.dtype))
+                (right if is_right else left).add(copy)
+    stale: dict[str, list[str]] = {}
+    for copy in known:
+        if copy in left - right:
+            stale.setdefault(copy[0], []).append(" or ".join(known[copy]))
     return {name: " and ".join(parameters) for name, parameters in stale.items()}
 
 
@@ -87,8 +105,7 @@ def _possible_places(held: torch.Tensor, values: torch.Tensor) -> Iterator[Place
     if held.shape == values.shape:
         yield Place()
     elif held.ndim == values.ndim and held.shape[1:] == values.shape[1:]:  # longer: parameters that were put together
-        alike = (held == values[0]).flatten(1).all(1) if held.ndim > 1 else held == values[0]
-        starts = alike.nonzero().flatten().tolist()
+        starts = (held.reshape(len(held), -1)[:, 0] == values.flatten()[0]).nonzero().flatten().tolist()
         yield from (Place(first_row=start) for start in starts if start + len(values) <= len(held))
     if values.ndim == 2 and held.ndim == 2 and held.mT.shape == values.shape:
         yield Place(transposed=True)
@@ -99,15 +116,19 @@ def _possible_places(held: torch.Tensor, values: torch.Tensor) -> Iterator[Place
 def _kept_beside_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
     """Yield each tensor that is held beside the parameters, with each parameter or synced buffer that it may be a copy of.
 
-    What modules of one layer hold is compared with the layer's own tensors; what is held elsewhere, with those of all layers.
+    What modules of one layer hold is compared with the layer's own tensors; what is held elsewhere, with those of all layers. What
+    a sync brings is no copy, and neither is what shares memory with it.
     """
     everything = list(synced_tensors(model))
+    brought = {_memory(tensor) for _, tensor in everything}
     by_layer: dict[str, list[tuple[str, torch.Tensor]]] = {"": everything}
     for name, parameter in everything:
         if layer := _layer_of(name):
             by_layer.setdefault(layer, []).append((name, parameter))
     for layer, kept in _kept_by_layer(model).items():
         for name, held in kept.items():
+            if _memory(held) in brought:
+                continue
             for parameter_name, parameter in by_layer.get(layer, ()):
                 if _may_hold(held, parameter):
                     yield name, held, parameter_name, parameter
@@ -180,12 +201,15 @@ def _kept_on(parameters: Mapping[str, torch.nn.Parameter | None]) -> dict[str, A
 
 
 def _may_hold(held: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter fits in what is held, in memory of its own."""
+    """Return whether a parameter fits in what is held."""
     if not parameter.numel() or held.numel() < parameter.numel() or held.device != parameter.device:
         return False
-    fits = held.ndim == parameter.ndim and held.shape[1:] == parameter.shape[1:]
-    may = fits or held.numel() == parameter.numel()
-    return may and held.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+    is_longer = held.ndim == parameter.ndim and held.shape[1:] == parameter.shape[1:]
+    return is_longer or held.numel() == parameter.numel()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _layer_of(name: str) -> str:

@@ -128,6 +128,25 @@ def test_a_copy_is_found_wherever_the_layer_or_a_global_variable_keeps_it(
         GLOBAL.clear()
 
 
+def test_equal_weights_do_not_make_a_copy_one_of_each_of_them() -> None:
+    """SGLang's dummy weights of one shape are equal, and it may capture CUDA graphs with them."""
+    served = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    one, other = (each.weight for each in served)
+    other.data.copy_(one)
+    served.kept = other.detach().clone()  # type: ignore[assignment]
+    served[0].w_kc = one.detach().clone()  # type: ignore[assignment]  # derived, so synced: no copy of the other's
+    assert find_copies(served) == 1
+    update(served)
+    other.data.mul_(2)
+    served[0].w_kc = torch.randn(4, 4)  # type: ignore[assignment]
+    assert stale_copies(served) == {"kept": "0.weight or 1.weight or 0.w_kc"}
+    served.kept = other.detach().clone()  # type: ignore[assignment]
+    find_copies(served)
+    assert stale_copies(served) == {}
+    other.data.add_(1)
+    assert stale_copies(served) == {"kept": "1.weight"}
+
+
 def test_objects_that_hold_each_other_or_very_much_end_the_search() -> None:
     served: Any = model()
     served.me = SimpleNamespace(model=served, modules=sys, many=[[served]] * 10_000)
