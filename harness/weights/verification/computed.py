@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from harness.trainer.model import named_tensors
-from harness.weights.worker.model_state import WRAP, weighted_sum
+from harness.weights.worker.model_state import WRAP, Powers, weighted_sum
 
 
 @contextmanager
@@ -28,12 +28,13 @@ def fingerprints_of_forward(model: nn.Module) -> Iterator[dict[str, int]]:
         if isinstance(tensor, nn.Parameter):
             names[max((unit for unit in units if _is_inside(name, unit)), key=len)].append(name)
     sums: dict[str, torch.Tensor] = {}
+    powers = Powers()
 
     def sum_up(unit: str) -> None:
         for name in names[unit]:
             if name not in sums:
                 values = model.get_parameter(name).detach()
-                sums[name] = weighted_sum(values.reshape(-1), (1,), 0)
+                sums[name] = weighted_sum(values.reshape(-1), (1,), 0, powers)
 
     # FSDP2's own hook gathers a unit's parameters, and stands before all others.
     hooks = [module.register_forward_pre_hook(lambda *_, at=unit: sum_up(at)) for unit, module in units.items()]

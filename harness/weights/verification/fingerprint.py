@@ -23,7 +23,7 @@ from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import loses_precision
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.worker.coverage import PADDING
-from harness.weights.worker.model_state import WRAP, weighted_sum
+from harness.weights.worker.model_state import WRAP, Powers, weighted_sum
 
 Box = tuple[str, int, tuple[tuple[int, int], ...]]
 """What a copy reads: checkpoint name, offset and steps; equal for ranks that hold the same elements."""
@@ -143,19 +143,20 @@ def _is_same(one: tuple[torch.Tensor, torch.dtype], other: tuple[torch.Tensor, t
 @torch.no_grad()
 def tensor_sums(tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]]) -> dict[str, int]:
     """Return the fingerprint of each of the trainer's tensors in this dtype, added up over all ranks' shards. Collective."""
-    sums = [_sum_of_shard(tensor, dtype) for tensor, dtype in tensors.values()]
+    powers = Powers()
+    sums = [_sum_of_shard(tensor, dtype, powers) for tensor, dtype in tensors.values()]
     everyone = all_gather(torch.stack(sums).tolist() if sums else [])
     return {name: sum(parts) % WRAP for name, *parts in zip(tensors, *everyone, strict=True)}
 
 
-def _sum_of_shard(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _sum_of_shard(tensor: torch.Tensor, dtype: torch.dtype, powers: Powers) -> torch.Tensor:
     """Sum up this rank's rows of a tensor. A tensor that is not sharded counts on rank 0 alone."""
     first = own_rows(tensor).start * RowShards.of(tensor).row_elements
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     elif dist.get_rank() != 0:
         tensor = tensor.reshape(-1)[:0]
-    return weighted_sum(tensor.detach().to(dtype).reshape(-1), (1,), first)
+    return weighted_sum(tensor.detach().to(dtype).reshape(-1), (1,), first, powers)
 
 
 def _followed(loader: EngineLoader) -> dict[str, dict[Box, list[tuple[int, str]]]]:

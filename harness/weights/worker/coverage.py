@@ -23,6 +23,7 @@ from harness.weights.worker.alike_groups import AlikeGroups
 from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
 from harness.weights.worker.model_state import (
     SCALES_OF_KV_CACHE,
+    Powers,
     derived_tensors,
     fingerprint,
     model_tensors,
@@ -428,8 +429,10 @@ def fingerprints(model: Any, _: None = None) -> dict[str, int]:
     if not kept or not kept.is_current or not kept.knows_all_parameters:
         return {}
     sums: dict[str, torch.Tensor] = {}
+    powers = Powers()
     for number, (traced, padding) in enumerate(zip(kept.traces, kept.padding, strict=True)):
-        sums |= {f"{number}/{part}": fingerprint(copy.target, copy.source) for part, copy in enumerate(traced.copies)}
+        for part, copy in enumerate(traced.copies):
+            sums[f"{number}/{part}"] = fingerprint(copy.target, copy.source, powers)
         if padding:
             sums[f"{number}/{PADDING}"] = torch.stack([(zeros != 0).sum() for zeros in padding]).sum()
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
@@ -450,10 +453,10 @@ def other_tensors(model: Any, derived: bool) -> dict[str, int]:
     }
     if derived:
         others |= {name: each for name, each in derived_tensors(model).items() if name in kept.derived}
-    return {
-        f"{name} ({each.dtype}, {list(each.shape)})": int(weighted_sum(each.contiguous().reshape(-1), (1,), 0))
-        for name, each in others.items()
-    }
+    powers = Powers()
+    sums = [weighted_sum(each.contiguous().reshape(-1), (1,), 0, powers) for each in others.values()]
+    names = [f"{name} ({each.dtype}, {list(each.shape)})" for name, each in others.items()]
+    return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 
 def parameter_addresses(model: Any) -> frozenset[int]:

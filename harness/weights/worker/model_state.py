@@ -76,12 +76,32 @@ def model_tensors(model: Any) -> dict[str, torch.Tensor]:
     return tensors | derived_tensors(model)
 
 
-def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> torch.Tensor:
+class Powers:
+    """The powers of BASE for one pass over many tensors, each made once.
+
+    In a scheduler every operator of torch waits for SGLang's polling loop, and making the powers anew took four fifths of them.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+
+    def of(self, step: int, count: int, device: torch.device) -> torch.Tensor:
+        """Return int64 [count]: BASE**(step * k) modulo 2**64."""
+        key = step, count, device
+        if key not in self._made:
+            self._made[key] = _powers(step, count, device)
+        return self._made[key]
+
+
+def weighted_sum(
+    values: torch.Tensor, stride: Sequence[int], offset: int, powers: Powers | None = None
+) -> torch.Tensor:
     """Return int64 []: the sum of bits * BASE**place modulo 2**64, place = offset + the sum of index * stride.
 
     values: of any dtype and strides. Along a stride of 0 all values must be the same element: it is counted once, and the
-    sum changes if they are not equal.
+    sum changes if they are not equal. powers: of a pass over many tensors.
     """
+    powers = powers or Powers()
     bits = values.view(INTEGER[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     unequal = torch.zeros_like(total)
@@ -95,8 +115,8 @@ def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> to
     if not rows.numel():
         return total
     at_once = max(1, min(len(rows), CHUNK // rows[0].numel()))
-    row_weights = _powers(first_step, at_once, bits.device)
-    weights = [_powers(step, size, bits.device) for step, size in zip(steps, rows.shape[1:], strict=True)]
+    row_weights = powers.of(first_step, at_once, bits.device)
+    weights = [powers.of(step, size, bits.device) for step, size in zip(steps, rows.shape[1:], strict=True)]
     for start in range(0, len(rows), at_once):
         part = rows[start : start + at_once]
         for weight in reversed(weights):
@@ -105,10 +125,10 @@ def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> to
     return total * _power(offset) + unequal
 
 
-def fingerprint(target: torch.Tensor, source: TensorView) -> torch.Tensor:
+def fingerprint(target: torch.Tensor, source: TensorView, powers: Powers | None = None) -> torch.Tensor:
     """Return int64 []: the sum of what a copy of the source filled, in the dtype in which it was sent."""
     values = target.to(source.dtype)
-    found = weighted_sum(values, source.stride, source.offset)
+    found = weighted_sum(values, source.stride, source.offset, powers)
     # A wider value that the engine holds must be exactly one that was sent, not something that rounds to it.
     return found if values is target else found + (values.to(target.dtype) != target).sum()
 
