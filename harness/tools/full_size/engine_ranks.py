@@ -108,7 +108,7 @@ class EngineRank:
     notes: tuple[str, ...] = ()
     """What SGLang decided by itself, and a reader should know."""
     unfit: str = ""
-    """Why an engine of this class computes wrongly, though it is built; "" if nothing is known."""
+    """Why an engine of this class cannot serve, though it is built; "" if nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,13 +427,16 @@ def _untouched_experts(
         storage(parameters[name]): name for name, (count, _) in missing.items() if count and ".experts." in name
     }
     untouched = {name: set(range(parameters[name].shape[0])) for name in unfilled.values()}
-    for traced in trace.traces:
+    for traced in trace.without_refused:
         for part in (*(copy.target for copy in traced.copies), *traced.zeros, *traced.computed):
             if (name := unfilled.get(storage(part))) and part.numel():
                 step, start = parameters[name].stride(0), int(part.storage_offset()) // parameters[name].stride(0)
                 last = int(part.storage_offset()) + span(part.shape, part.stride()) - 1
                 untouched[name] -= set(range(start, last // step + 1))
-    yield from ((name, len(experts)) for name, experts in untouched.items() if experts)
+    for name, experts in untouched.items():
+        # What a refused tensor would fill is not missing, so it may be fewer.
+        if count := min(len(experts), missing[name][0] // parameters[name].stride(0)):
+            yield name, count
 
 
 def _digests(groups: Sequence[FusingGroup], coverage: LoadCoverage) -> dict[int, int]:
