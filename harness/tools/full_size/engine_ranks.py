@@ -162,7 +162,7 @@ def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[Engin
     stages = shape.stages()
     chosen = {stage: sorted({*stage} if every_name else {*stage[:2], *stage[-1:]}) for stage in stages}
     parts = {
-        rank: Part(kinds=kinds, number=number, of=len(chosen[stage]), every=every_name)
+        rank: _part(kinds, number, min(len(chosen[stage]), shape.processes), every_name)
         for stage in stages
         for number, rank in enumerate(chosen[stage])
     }
@@ -181,6 +181,11 @@ def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[Engin
     others = {rank: again[stage] for stage in stages for rank in stage if rank not in found}
     found |= _in_processes(shape, layers, others)
     return _with_layers_of_nobody([found[rank] for stage in stages for rank in stage], layers)
+
+
+def _part(kinds: Mapping[int, Any], number: int, sharing: int, every_name: bool) -> Part:
+    """Return the part of the number-th rank of a stage, of which the first ones, that run at the same time, share the layers."""
+    return Part(kinds=kinds, number=number, of=sharing if number < sharing else 0, every=every_name)
 
 
 def _ranks_between(chosen: Sequence[EngineRank]) -> dict[int, EngineRank]:
