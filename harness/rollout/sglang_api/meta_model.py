@@ -48,7 +48,7 @@ class MetaRank(NamedTuple):
     notes: tuple[str, ...]
     """What SGLang decided by itself, and a reader of its answer should know."""
     unfit: str = ""
-    """Why such an engine computes wrongly, though SGLang builds it; "" if nothing is known."""
+    """Why such an engine cannot serve, though SGLang builds it; "" if nothing is known."""
 
 
 def prepare_import(folder: Path, draft: bool = False) -> None:

@@ -68,7 +68,7 @@ class Answer:
 
     @property
     def unfit(self) -> str:
-        """Why the engine would compute wrongly, though it is built; "" if nothing is known."""
+        """Why the engine cannot serve, though it is built; "" if nothing is known."""
         return next((each.unfit for each in self.ranks if each.unfit), "")
 
     @property
@@ -104,7 +104,7 @@ class Answer:
                 f" all arrive; first: {self.problems[0]}"
             )
         if self.unfit:
-            return f"the engine is built, but would compute wrongly: {self.unfit}"
+            return f"the engine is built, but cannot serve: {self.unfit}"
         told = len(self.layout) - len(self.untold)
         followed = f"every name that could be followed ({told:,})" if self.untold else "every name"
         arrives = f"{followed} arrives whole, and every parameter of the engine is filled{self._draft_verdict()}"

@@ -108,7 +108,7 @@ class EngineRank:
     notes: tuple[str, ...] = ()
     """What SGLang decided by itself, and a reader should know."""
     unfit: str = ""
-    """Why an engine of this class computes wrongly, though it is built; "" if nothing is known."""
+    """Why an engine of this class cannot serve, though it is built; "" if nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[Engin
     stages = shape.stages()
     chosen = {stage: sorted({*stage} if every_name else {*stage[:2], *stage[-1:]}) for stage in stages}
     parts = {
-        rank: Part(kinds=kinds, number=number, of=len(chosen[stage]), every=every_name)
+        rank: _part(kinds, number, min(len(chosen[stage]), shape.processes), every_name)
         for stage in stages
         for number, rank in enumerate(chosen[stage])
     }
@@ -181,6 +181,11 @@ def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[Engin
     others = {rank: again[stage] for stage in stages for rank in stage if rank not in found}
     found |= _in_processes(shape, layers, others)
     return _with_layers_of_nobody([found[rank] for stage in stages for rank in stage], layers)
+
+
+def _part(kinds: Mapping[int, Any], number: int, sharing: int, every_name: bool) -> Part:
+    """Return the part of the number-th rank of a stage, of which the first ones, that run at the same time, share the layers."""
+    return Part(kinds=kinds, number=number, of=sharing if number < sharing else 0, every=every_name)
 
 
 def _ranks_between(chosen: Sequence[EngineRank]) -> dict[int, EngineRank]:
@@ -427,13 +432,16 @@ def _untouched_experts(
         storage(parameters[name]): name for name, (count, _) in missing.items() if count and ".experts." in name
     }
     untouched = {name: set(range(parameters[name].shape[0])) for name in unfilled.values()}
-    for traced in trace.traces:
+    for traced in trace.without_refused:
         for part in (*(copy.target for copy in traced.copies), *traced.zeros, *traced.computed):
             if (name := unfilled.get(storage(part))) and part.numel():
                 step, start = parameters[name].stride(0), int(part.storage_offset()) // parameters[name].stride(0)
                 last = int(part.storage_offset()) + span(part.shape, part.stride()) - 1
                 untouched[name] -= set(range(start, last // step + 1))
-    yield from ((name, len(experts)) for name, experts in untouched.items() if experts)
+    for name, experts in untouched.items():
+        # What a refused tensor would fill is not missing, so it may be fewer.
+        if count := min(len(experts), missing[name][0] // parameters[name].stride(0)):
+            yield name, count
 
 
 def _digests(groups: Sequence[FusingGroup], coverage: LoadCoverage) -> dict[int, int]:

@@ -106,6 +106,8 @@ class LoaderTrace:
     """The loader ends with post_load_weights, which derives tensors from what was copied."""
     derived_over: set[str] = field(default_factory=set)
     """Checkpoint names whose copies post_load_weights changes in place."""
+    without_refused: list[GroupTrace] = field(default_factory=list)
+    """The traces once more, where the loader refused a tensor: of the others. Made by coverage()."""
     only_once: str = ""
     """Why the loader cannot load a second time after it has loaded once; "" if it can."""
     derived_bytes: int = 0
@@ -276,19 +278,21 @@ class LoaderTrace:
             elements[parameter.dtype] += parameter.numel()
         found = LoadCoverage(rank=dist.get_rank(), dtype=elements.most_common(1)[0][0], derives=self.derives)
         found.only_once = self.only_once
-        if any(self.padding):
+        if any(traced.zeros for traced in self.traces):
             found.sizes = ModelSizes.of(self.model)
         name_of = self._names()
-        traces = list(self.traces)
+        self.without_refused = list(self.traces)
+        undone = UndoneWrites(self.model) if any(traced.error for traced in self.traces) else None
         for number, (group, traced) in enumerate(zip(self.groups, self.traces, strict=True)):
-            if traced.error:
-                blamed = self._blame(group, traced)
+            while undone and traced.error:
+                blamed = self._blame(group, traced.views, undone, traced.error)
                 found.errors |= blamed
-                traces[number] = traced = self._trace_others(group, blamed)
+                traced = self._trace_others(group, traced.views, blamed, undone)
+            self.without_refused[number] = traced
             found.copies.append(
                 [LoaderCopy(copy.source, name_of(copy.target), copy.target.dtype) for copy in traced.copies]
             )
-            if padding := self.padding[number]:
+            if padding := traced.find_padding():
                 zeros = Counter[str]()
                 for part in padding:
                     zeros[name_of(part)] += part.numel()
@@ -298,7 +302,7 @@ class LoaderTrace:
             computing = {view.of for view in group.views if view.name in traced.opaque | traced.computed_with}
             found.computing += sorted(computing)
             found.derived_over += sorted({view.of for view in group.views if view.name in self.derived_over})
-        found.missing = self._missing(traces)
+        found.missing = self._missing()
         if found.errors:
             refused = [name for names in found.errors for name in names.split(", ")]
             excuse(found.missing, refused, found.copies)
@@ -322,36 +326,45 @@ class LoaderTrace:
 
         return name_of
 
-    def _missing(self, traces: Sequence[GroupTrace]) -> dict[str, tuple[int, int]]:
-        parts = _parts(traces)
+    def _missing(self) -> dict[str, tuple[int, int]]:
+        parts = _parts(self.without_refused)
         return {
             name: (missing_elements(each, parts[storage(each)]), each.numel())
             for name, each in sent_parameters(self.model)
         }
 
-    def _blame(self, group: FusingGroup, traced: GroupTrace) -> dict[str, str]:
-        """Return the tensors that make the loader raise alone, or that it raises for beside the others; the whole group if none does."""
-        for others in ((), group.views):
-            guilty = {}
-            for view in group.views:
-                views = tuple(each for each in others if each is not view) or (view,)
-                error = self._retraced(group, views).error
-                if bool(error) != bool(others):
-                    guilty[view.name] = error or traced.error
-            if guilty:
-                break
-        if others and guilty:
-            return {", ".join(guilty): traced.error}
-        return guilty or {", ".join(view.name for view in group.views): traced.error}
+    def _blame(
+        self, group: FusingGroup, views: tuple[TensorView, ...], undone: UndoneWrites, error: str = ""
+    ) -> dict[str, str]:
+        """Return those of some tensors of a group that the loader refuses, alone or together, and what it raises.
 
-    def _trace_others(self, group: FusingGroup, blamed: Mapping[str, str]) -> GroupTrace:
-        """Return what the loader does with those of a group that it does not refuse."""
+        They are halved again and again, as a group of experts has thousands. error: what it raises for all of them, if that is known.
+        """
+        error = error or self._raised(group, views, undone)
+        if not error or len(views) == 1:
+            return {view.name: error for view in views if error}
+        half = len(views) // 2
+        found = self._blame(group, views[:half], undone) | self._blame(group, views[half:], undone)
+        if found:
+            return found
+        # Neither half alone: those without which it raises nothing.
+        together = [
+            view.name
+            for view in views
+            if not self._raised(group, tuple(each for each in views if each is not view), undone)
+        ]
+        return {", ".join(together or (view.name for view in views)): error}
+
+    def _raised(self, group: FusingGroup, views: tuple[TensorView, ...], undone: UndoneWrites) -> str:
+        return self.trace_group(replace(group, views=views), undone).error
+
+    def _trace_others(
+        self, group: FusingGroup, views: tuple[TensorView, ...], blamed: Mapping[str, str], undone: UndoneWrites
+    ) -> GroupTrace:
+        """Return what the loader does with those of some tensors of a group that it does not refuse."""
         refused = {name for names in blamed for name in names.split(", ")}
-        others = tuple(view for view in group.views if view.name not in refused)
-        return self._retraced(group, others) if others else GroupTrace(())
-
-    def _retraced(self, group: FusingGroup, views: tuple[TensorView, ...]) -> GroupTrace:
-        return self.trace_group(replace(group, views=views), UndoneWrites(self.model))
+        others = tuple(view for view in views if view.name not in refused)
+        return self.trace_group(replace(group, views=others), undone) if others else GroupTrace(())
 
 
 def excuse(

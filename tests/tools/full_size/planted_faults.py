@@ -130,10 +130,12 @@ FAULTS: dict[str, Plant] = {
     "experts of 2 of 4 ranks": with_expert_numbers(lambda expert: expert if expert < 128 else None),
     # Every rank of the trainer numbers its experts from zero.
     "experts numbered from zero on each rank": with_expert_numbers(lambda expert: expert % 64),
-    "a shard of q_b": cut("layers.4.self_attn.q_b_proj", 0, 4),
-    "a shard of o": cut("layers.2.self_attn.o_proj", 1, 4),
-    "half of a dense gate": cut("layers.1.mlp.gate_proj", 0, 2),
-    "half of an expert's down": cut("layers.5.mlp.experts.9.down_proj", 1, 2),
+    "shards sent as the whole": both(
+        cut("layers.4.self_attn.q_b_proj", 0, 4),
+        cut("layers.2.self_attn.o_proj", 1, 4),
+        cut("layers.1.mlp.gate_proj", 0, 2),
+        cut("layers.5.mlp.experts.9.down_proj", 1, 2),
+    ),
     "a layer that nobody holds": another_layer(5, 6),
     "refused and lost": both(
         transposed("layers.3.mlp.experts.200.down_proj.weight"),
@@ -167,7 +169,7 @@ MXFP4_FAULTS: dict[str, Plant] = {
     "mxfp4: none": NONE,
     "mxfp4: no scales": without("layers.1.mlp.experts.gate_up_proj_scales"),
     "mxfp4: blocks in another order": viewed("layers.1.mlp.experts.gate_up_proj_blocks", 0, 2, 1, 3),
-    "mxfp4: scales in another order": viewed("layers.1.mlp.experts.down_proj_scales", 0, 2, 1),
+    "mxfp4: scales in another order": viewed("layers.1.mlp.experts.gate_up_proj_scales", 0, 2, 1),
 }
 
 

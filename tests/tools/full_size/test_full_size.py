@@ -45,11 +45,11 @@ NAMED = {
         "model.layers.3.mlp.experts.63.up_proj.weight: sent 4 times",
         "model.layers.3.mlp.experts.w2_weight: a parameter of the engine that nothing sent would fill",
     ],
-    "a shard of q_b": ["model.layers.4.self_attn.q_b_proj.weight: sent as [6144, 1536], which is too short"],
-    "a shard of o": ["model.layers.2.self_attn.o_proj.weight: sent as [7168, 4096], which is too short"],
-    "half of a dense gate": ["model.layers.1.mlp.gate_proj.weight: sent as [9216, 7168], which is too short"],
-    "half of an expert's down": [
-        "model.layers.5.mlp.experts.9.down_proj.weight: sent as [7168, 1024], which is too short"
+    "shards sent as the whole": [
+        "model.layers.4.self_attn.q_b_proj.weight: sent as [6144, 1536], which is too short",
+        "model.layers.2.self_attn.o_proj.weight: sent as [7168, 4096], which is too short",
+        "model.layers.1.mlp.gate_proj.weight: sent as [9216, 7168], which is too short",
+        "model.layers.5.mlp.experts.9.down_proj.weight: sent as [7168, 1024], which is too short",
     ],
     "a layer that nobody holds": [
         "model.layers.6.self_attn.o_proj.weight: the engine knows no such parameter",
