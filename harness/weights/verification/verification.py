@@ -107,8 +107,6 @@ class Verification:
     why_no_baseline: str = ""
     own_checkpoint: Snapshot | None = None
     """bytes: what SGLang itself loaded from the model's own checkpoint, until a sync has matched it."""
-    poisoned: bool = False
-    """The last sync came onto poison."""
     sums: TrainerSums | None = None
     """Fingerprints of what the last sync sent, and of the trainer's model at that time."""
     others: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -287,7 +285,6 @@ class Verification:
             self.not_covered |= {
                 f"{name} is of a dtype that cannot be overwritten before a sync": None for name in everyone
             }
-            self.poisoned = True
 
     def rehearse(self, index: int, generate: Generate, trainers: TrainersLogProbs) -> None:
         """full: before a sync, rehearse it with changed weights, onto poison."""
