@@ -132,7 +132,7 @@ class Ppo:
         with phase("resume_weights", index, "the engine to take its weights' memory back"):
             self.memory.resume_weights()
         with self.actor.on_device():
-            self.verification.rehearse(index, self.generate, lambda batch: self.routed_log_probs(batch)[0])
+            self.verification.rehearse(index, self.generate, self.score)
             self.verification.poison(index)
             with phase("sync", index, "the engine to receive and load the weights"):
                 self.sync.update_engine()
@@ -306,6 +306,11 @@ class Ppo:
             found |= movement.finish(index, found)
         return {f"{role}/{name}": value for name, value in found.items()}
 
+    def score(self, *batches: Batch) -> Scored:
+        """Return these batches with the actor's log-probs of them. It must be on the device."""
+        assert self.actor
+        return Scored(batches=batches, trained=[self.routed_log_probs(each)[0] for each in batches], actor=self.actor)
+
     def take_baseline(self) -> None:
         """Before the first step: measure how far engine and trainer are apart on the same weights, the model's own checkpoint.
 
@@ -326,9 +331,9 @@ class Ppo:
             self.verification.find_copies()
             self.memory.release_all()
             with self.actor.on_device():
-                trained = [self.routed_log_probs(batch)[0] for batch in batches]
+                scored = self.score(*batches)
         with self.events.phase("verify_log_probs"):
-            self.verification.set_baseline(Scored(batches=batches, trained=trained, actor=self.actor))
+            self.verification.set_baseline(scored)
 
     def final_check(self, index: int) -> Metrics:
         """After the last step: sync its update too, and check it by one more rollout, without an update."""

@@ -40,7 +40,6 @@ from harness.weights.log_probs import (
     Allowed,
     LogProbDifference,
     Precision,
-    log_prob_difference,
 )
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
@@ -66,8 +65,8 @@ from harness.weights.worker.kept_copies import find_copies
 
 Generate = Callable[[int], Batch]
 """Return the engine's responses to a step's prompts, with its log-probs of them."""
-TrainersLogProbs = Callable[[Batch], torch.Tensor]
-"""Return the trainer's log-probs of a batch: [B, T]."""
+Score = Callable[[Batch], Scored]
+"""Return a batch with the trainer's log-probs of it."""
 Level = Literal["off", "log_probs", "bytes", "full"]
 LEVELS: tuple[Level, ...] = ("off", "log_probs", "bytes", "full")
 
@@ -286,13 +285,13 @@ class Verification:
                 f"{name} is of a dtype that cannot be overwritten before a sync": None for name in everyone
             }
 
-    def rehearse(self, index: int, generate: Generate, trainers: TrainersLogProbs) -> None:
+    def rehearse(self, index: int, generate: Generate, score: Score) -> None:
         """full: before a sync, rehearse it with changed weights, onto poison."""
         if self.reaches("full"):
             self.poison(index)
-            self._sync_changed_weights(index, generate, trainers)
+            self._sync_changed_weights(index, generate, score)
 
-    def _sync_changed_weights(self, index: int, generate: Generate, trainers: TrainersLogProbs) -> None:
+    def _sync_changed_weights(self, index: int, generate: Generate, score: Score) -> None:
         """Sync changed weights onto the poison, read them back, compare log-probs on them, and compare with a reload from disk.
 
         So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs. What the
@@ -319,10 +318,14 @@ class Verification:
                 found = compare_with_reload(self.sync.loader, self.prompts, folder)
             self.memory.release_all()  # the trainer computes without the engine's memory beside it, as in a step
             self.refuse_reload(found, index)
+            usual = self.rounding
             with self.timed("changed_log_probs", index, "the trainer's log-probs with changed weights"):
-                engines = batch.require("rollout_log_probs")
-                difference = log_prob_difference(engines, trainers(batch), batch.response_mask)
+                scored = score(batch)
+                difference = scored.difference()
+                if self.allowed.violations(difference):  # these weights may round otherwise
+                    self.measure_rounding(scored, difference)
             self.check_changed_log_probs(index, difference)
+            self.rounding = usual
         finally:
             with self.timed("perturb", index):
                 perturb(tensors, seed)
