@@ -15,7 +15,6 @@ def describe_stale_copies(engine: RolloutEngine) -> list[str]:
         for pair in found.items():
             places.setdefault(pair, []).append(str(rank))
     return [
-        f"{name}, a copy that the engine made of {of} and that no update reaches ({STALE_COPY}), on rank"
-        f" {', '.join(ranks)}"
+        f"{name}, a copy that the engine made of {of} and that no update reaches, on rank {', '.join(ranks)}"
         for (name, of), ranks in places.items()
     ]

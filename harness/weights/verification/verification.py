@@ -500,7 +500,9 @@ class Verification:
                 stale = describe_stale_copies(self.sync.engine)
                 self.sync.engine.ask(find_copies)
             when = "on the model's own checkpoint" if index is None else f"step {index}"
-            refuse(stale, f"{when}: the engine has generated with old weights beside those that it holds")
+            refuse(
+                stale, f"{when}: the engine has generated with old weights beside those that it holds ({STALE_COPY})"
+            )
 
     def check_routing(self, batch: Batch, own: torch.Tensor, used: torch.Tensor, differing: torch.Tensor) -> None:
         """log_probs: raise WrongRoutingRecord if the engine's log-probs contradict its record of experts (routing_record.py)."""
