@@ -221,25 +221,35 @@ def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) 
     """Return one sentence for each tensor behind which the loaders write zeros that the model's config does not explain."""
     sentences = []
     for number, group in enumerate(groups):
-        shapes = {view.name: view.shape for view in group.views}
+        views = {view.name: view for view in group.views}
         for into in dict.fromkeys(name for each in coverage for name in each.padded.get(number, ())):
             zeros = {each.rank: each.padded.get(number, {}).get(into, 0) for each in coverage}
             read: dict[str, Counter[int]] = defaultdict(Counter)
+            reads: dict[str, list[TensorView]] = defaultdict(list)
             for each in coverage:
                 for copy in each.copies[number]:
                     if copy.into == into:
                         read[copy.source.name][each.rank] += copy.source.numel
+                        reads[copy.source.name].append(copy.source)
             ranks = {rank for rank, count in zeros.items() if count}.union(*read.values())
             filled, made_zero = sum(sum(counts.values()) for counts in read.values()), sum(zeros.values())
             sizes = next(each.sizes for each in coverage if zeros[each.rank])
             short = _shorter_names(read, len(ranks)) or list(read)
-            if not all(sizes.explain(shapes[name], filled, made_zero, len(ranks)) for name in short):
+            cut = [_cut_sizes(views[name], reads[name]) for name in short]
+            if not all(sizes.explain(each, filled, made_zero, len(ranks)) for each in cut):
                 sentences += [
-                    f"{name}: sent as {list(shapes[name])}, which is too short for the engine's {into}: it would make"
+                    f"{name}: sent as {list(views[name].shape)}, which is too short for the engine's {into}: it would make"
                     f" {made_zero} elements zero, and no size in its config explains them"
                     for name in short
                 ]
     return sentences
+
+
+def _cut_sizes(view: TensorView, reads: Iterable[TensorView]) -> list[int]:
+    """Return the sizes of a tensor along which some of the reads are only a part of it; all of them if there is none."""
+    parts = [dict(read.steps) for read in reads]
+    cut = [size for stride, size in view.steps if any(part.get(stride, 1) < size for part in parts)]
+    return cut or list(view.shape)
 
 
 def _shorter_names(read: Mapping[str, Counter[int]], ranks: int) -> list[str]:
