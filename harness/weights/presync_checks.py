@@ -221,40 +221,58 @@ def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) 
     """Return one sentence for each tensor behind which the loaders write zeros that the model's config does not explain."""
     sentences = []
     for number, group in enumerate(groups):
-        shapes = {view.name: view.shape for view in group.views}
+        views = {view.name: view for view in group.views}
         for into in dict.fromkeys(name for each in coverage for name in each.padded.get(number, ())):
             zeros = {each.rank: each.padded.get(number, {}).get(into, 0) for each in coverage}
-            read: dict[str, Counter[int]] = defaultdict(Counter)
-            for each in coverage:
-                for copy in each.copies[number]:
-                    if copy.into == into:
-                        read[copy.source.name][each.rank] += copy.source.numel
-            ranks = {rank for rank, count in zeros.items() if count}.union(*read.values())
-            filled, made_zero = sum(sum(counts.values()) for counts in read.values()), sum(zeros.values())
+            reads = _reads_into(into, number, coverage)
+            filled = sum(read.numel for members in reads.values() for _, read in members)
+            ranks = {rank for rank, count in zeros.items() if count}
+            ranks |= {rank for members in reads.values() for rank, _ in members}
             sizes = next(each.sizes for each in coverage if zeros[each.rank])
-            short = _shorter_names(read, len(ranks)) or list(read)
-            if not all(sizes.explain(shapes[name], filled, made_zero, len(ranks)) for name in short):
+            short = _shorter_names(reads, len(ranks)) or list(reads)
+            cut = [_cut_sizes(views[name], (read for _, read in reads[name])) for name in short]
+            made_zero = sum(zeros.values())
+            if not all(sizes.explain(each, filled, made_zero, len(ranks)) for each in cut):
                 sentences += [
-                    f"{name}: sent as {list(shapes[name])}, which is too short for the engine's {into}: it would make"
+                    f"{name}: sent as {list(views[name].shape)}, which is too short for the engine's {into}: it would make"
                     f" {made_zero} elements zero, and no size in its config explains them"
                     for name in short
                 ]
     return sentences
 
 
-def _shorter_names(read: Mapping[str, Counter[int]], ranks: int) -> list[str]:
+def _reads_into(into: str, number: int, coverage: Sequence[LoadCoverage]) -> dict[str, list[tuple[int, TensorView]]]:
+    """Return checkpoint tensor -> (engine rank, what it reads of it) for the copies of a group into one of the engine's tensors."""
+    reads: dict[str, list[tuple[int, TensorView]]] = defaultdict(list)
+    for each in coverage:
+        for copy in each.copies[number]:
+            if copy.into == into:
+                reads[copy.source.name].append((each.rank, copy.source))
+    return reads
+
+
+def _cut_sizes(view: TensorView, reads: Iterable[TensorView]) -> list[int]:
+    """Return the sizes of a tensor along which some of the reads are only a part of it; all of them if there is none."""
+    parts = [dict(read.steps) for read in reads]
+    cut = [size for stride, size in view.steps if any(part.get(stride, 1) < size for part in parts)]
+    return cut or list(view.shape)
+
+
+def _shorter_names(reads: Mapping[str, Sequence[tuple[int, TensorView]]], ranks: int) -> list[str]:
     """Return the names of which the ranks read less than of others that differ in numbers alone, or some ranks less than others.
 
-    read: name -> rank -> elements. ranks: how many share each name, unless some of the names are of other experts.
+    ranks: how many share each name, unless some of the names are of other experts.
     """
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for name in read:
-        kinds[without_numbers(name)].append(name)
+    kinds: dict[str, dict[str, Counter[int]]] = defaultdict(dict)
+    for name, members in reads.items():
+        counts = kinds[without_numbers(name)][name] = Counter()
+        for rank, read in members:
+            counts[rank] += read.numel
     found = []
-    for names in kinds.values():
-        most = max(count for name in names for count in read[name].values())
-        sharing = ranks if len(names) == 1 else max(len(read[name]) for name in names)
-        found += [name for name in names if sum(read[name].values()) < most * sharing]
+    for alike in kinds.values():
+        most = max(max(counts.values()) for counts in alike.values())
+        sharing = ranks if len(alike) == 1 else max(map(len, alike.values()))
+        found += [name for name, counts in alike.items() if sum(counts.values()) < most * sharing]
     return found
 
 

@@ -37,15 +37,16 @@ class ModelSizes:
             enlarged=frozenset(pair for table in tables for pair in _enlarged(table) if pair[0] != pair[1]),
         )
 
-    def explain(self, shape: Sequence[int], filled: int, zeros: int, ranks: int) -> bool:
-        """Return whether zeros are what SGLang adds to a tensor of this shape, because one of its sizes does not divide.
+    def explain(self, sizes: Sequence[int], filled: int, zeros: int, ranks: int) -> bool:
+        """Return whether zeros are what SGLang adds to a tensor because its size does not divide.
 
-        filled, zeros: elements that so many ranks read of it, and that they make zero behind it.
+        sizes: of the axes along which it is cut. filled, zeros: elements that so many ranks read of it, and that they make zero
+        behind it.
         """
         share = Fraction(filled, filled + zeros)
         if any(share == Fraction(size, larger) for size, larger in self.enlarged):
             return True
-        known = [size for size in shape if size in self.numbers and share]
+        known = [size for size in sizes if size in self.numbers and share > Fraction(1, 2)]
         return any(_is_rounded_up(size, size / share, ranks) for size in known)
 
 
@@ -76,7 +77,7 @@ def _enlarged(table: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     for name, value in table.items():
         if type(value) is not int:
             continue
-        if name.startswith("original_"):
+        if name.startswith("original_") and name.endswith(("heads", "intermediate_size", "intermediate_size_mlp")):
             yield value, table.get(ORIGINAL.get(name, name.removeprefix("original_")), value)
         elif name.endswith("_cpu"):
             yield table.get(name.removesuffix("_cpu"), value), value

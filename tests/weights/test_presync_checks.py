@@ -509,8 +509,20 @@ def test_zeros_behind_a_size_that_does_not_divide_are_padding(config: dict[str, 
 
 @pytest.mark.parametrize(
     ("config", "zeros"),
-    [({"intermediate_size": 8, "hidden_size": 6}, 24), ({"intermediate_size": 5, "hidden_size": 6}, 9), ({}, 6)],
-    ids=["one rank's shard", "more than the ranks need", "no such size"],
+    [
+        ({"intermediate_size": 8, "hidden_size": 6}, 24),
+        ({"intermediate_size": 5, "hidden_size": 6}, 9),
+        ({}, 6),
+        ({"hidden_size": 6}, 8),
+        ({"original_max_position_embeddings": 4, "max_position_embeddings": 8}, 24),
+    ],
+    ids=[
+        "one rank's shard",
+        "more than the ranks need",
+        "no such size",
+        "a size of the other axis",
+        "no size of a weight",
+    ],
 )
 def test_zeros_that_no_size_explains_are_refused(config: dict[str, int], zeros: int) -> None:
     sent, whole = entry(shape=(4, 6)), WHOLE

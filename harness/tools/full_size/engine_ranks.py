@@ -167,15 +167,10 @@ def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[Engin
         for number, rank in enumerate(chosen[stage])
     }
     found = _in_processes(shape, layers, parts)
-    odd = (
-        {}
-        if every_name
-        else {stage: frozenset().union(*(found[rank].odd for rank in chosen[stage])) for stage in stages}
-    )
-    again = {stage: Part(kinds=kinds, odd=odd[stage]) for stage in odd}
-    found |= _in_processes(
-        shape, layers, {rank: again[stage] for stage in again if odd[stage] for rank in chosen[stage]}
-    )
+    odd = {stage: frozenset().union(*(found[rank].odd for rank in chosen[stage])) for stage in stages}
+    again = {stage: Part(kinds=kinds, odd=odd[stage]) for stage in stages}
+    unlike = [stage for stage in stages if odd[stage] and not every_name]
+    found |= _in_processes(shape, layers, {rank: again[stage] for stage in unlike for rank in chosen[stage]})
     for stage in stages:
         found |= _ranks_between([found[rank] for rank in chosen[stage]])
     others = {rank: again[stage] for stage in stages for rank in stage if rank not in found}

@@ -30,7 +30,6 @@ ONLY_SHAPE = {
     aten.new_empty.default,
 }
 """Operators that take shape, dtype and device of their argument, and no value."""
-MAKES_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 Pieces = list[tuple[Any, torch.Tensor]]
 """(subscript of a part of a tensor, view of the memory that the part is a copy of)."""
 
@@ -129,7 +128,10 @@ class _Recorder(TorchDispatchMode):
         self.made: dict[int, torch.Tensor] = {}
         """Tensors that the loader made itself, by address of their storage; kept so that no address is used again."""
         self.blank: set[int] = set()
-        """Those of them that are nothing but zeros, with which SGLang pads what is too short on a GPU."""
+        """Those of them that are nothing but zeros, with which SGLang pads what is too short on a GPU.
+
+        Not zeros_like of what is sent: that a rank has zeros in its place, as gpt-oss has of biases that are added up, is meant.
+        """
         self.tainted: dict[int, set[str]] = {}
         """Address of a storage -> names whose elements went into it in a way that is not followed."""
         self.recorded: dict[int, list[Copy]] = defaultdict(list)
@@ -211,7 +213,7 @@ class _Recorder(TorchDispatchMode):
         if not function._schema.is_mutable:
             self.made |= {storage(each): each for each in results}
         self.blank -= {storage(each) for each in into}
-        if function in MAKES_ZEROS:
+        if function is aten.zeros.default:
             self.blank.add(storage(result))
         for tensor in into:
             self._note_computed(tensor)

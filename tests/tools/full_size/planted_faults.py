@@ -169,7 +169,6 @@ MXFP4_FAULTS: dict[str, Plant] = {
     "mxfp4: none": NONE,
     "mxfp4: no scales": without("layers.1.mlp.experts.gate_up_proj_scales"),
     "mxfp4: blocks in another order": viewed("layers.1.mlp.experts.gate_up_proj_blocks", 0, 2, 1, 3),
-    "mxfp4: scales in another order": viewed("layers.1.mlp.experts.gate_up_proj_scales", 0, 2, 1),
 }
 
 
