@@ -230,9 +230,13 @@ def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) 
             ranks |= {rank for members in reads.values() for rank, _ in members}
             sizes = next(each.sizes for each in coverage if zeros[each.rank])
             short = _shorter_names(reads, len(ranks)) or list(reads)
-            cut = [_cut_sizes(views[name], (read for _, read in reads[name])) for name in short]
             made_zero = sum(zeros.values())
-            if not all(sizes.explain(each, filled, made_zero, len(ranks)) for each in cut):
+            cut = {name: _cut_sizes(views[name], [read for _, read in reads[name]]) for name in short}
+            if not all(
+                sizes.explain(each or views[name].shape, filled, made_zero, len(ranks))
+                or (not each and sizes.add_once(name, views[name].shape))
+                for name, each in cut.items()
+            ):
                 sentences += [
                     f"{name}: sent as {list(views[name].shape)}, which is too short for the engine's {into}: it would make"
                     f" {made_zero} elements zero, and no size in its config explains them"
@@ -252,10 +256,9 @@ def _reads_into(into: str, number: int, coverage: Sequence[LoadCoverage]) -> dic
 
 
 def _cut_sizes(view: TensorView, reads: Iterable[TensorView]) -> list[int]:
-    """Return the sizes of a tensor along which some of the reads are only a part of it; all of them if there is none."""
+    """Return the sizes of a tensor along which some of the reads are only a part of it."""
     parts = [dict(read.steps) for read in reads]
-    cut = [size for stride, size in view.steps if any(part.get(stride, 1) < size for part in parts)]
-    return cut or list(view.shape)
+    return [size for stride, size in view.steps if any(part.get(stride, 1) < size for part in parts)]
 
 
 def _shorter_names(reads: Mapping[str, Sequence[tuple[int, TensorView]]], ranks: int) -> list[str]:

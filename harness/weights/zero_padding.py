@@ -22,6 +22,8 @@ class ModelSizes:
 
     numbers: frozenset[int] = frozenset()
     """All whole numbers there, such as an intermediate size, and the rows of vocabularies."""
+    hidden: frozenset[int] = frozenset()
+    """Those called hidden_size."""
     enlarged: frozenset[tuple[Any, Any]] = frozenset()
     """(size of the model, size that SGLang's CPU mode made of it), where it does not divide over the ranks."""
 
@@ -34,8 +36,13 @@ class ModelSizes:
         vocabularies = {each["org_vocab_size"] for each in members if "org_vocab_size" in each}
         return cls(
             numbers=frozenset(vocabularies.union(*(_numbers(table.values()) for table in tables))),
+            hidden=frozenset(_numbers(table.get("hidden_size") for table in tables)),
             enlarged=frozenset(pair for table in tables for pair in _enlarged(table) if pair[0] != pair[1]),
         )
+
+    def add_once(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether a tensor is a bias of what the ranks add up, which one of them has, and the others have zeros."""
+        return name.endswith("bias") and bool(shape) and shape[-1] in self.hidden
 
     def explain(self, sizes: Sequence[int], filled: int, zeros: int, ranks: int) -> bool:
         """Return whether zeros are what SGLang adds to a tensor because its size does not divide.

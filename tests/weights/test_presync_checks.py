@@ -532,6 +532,18 @@ def test_zeros_that_no_size_explains_are_refused(config: dict[str, int], zeros: 
     )
 
 
+@pytest.mark.parametrize(("size", "problems"), [(6, 0), (3, 1)])
+def test_a_bias_that_ranks_add_up_is_zero_on_all_but_one(size: int, problems: int) -> None:
+    """As that of gpt-oss' down_proj; a shard of another bias is not of the hidden size."""
+    whole = torch.zeros(size, dtype=torch.bfloat16)
+    first = LoadCoverage(rank=0, copies=[[copy_of(whole, name="down.bias")]])
+    other = LoadCoverage(
+        rank=1, copies=[[]], padded={0: {"engine's": size}}, sizes=ModelSizes.of(with_config({"hidden_size": 6}))
+    )
+    found = coverage_problems(groups([entry(name="down.bias", shape=(size,))]), [first, other])
+    assert len(found) == problems
+
+
 def test_of_experts_the_one_that_is_too_short_is_named() -> None:
     names = [f"experts.{number}" for number in range(3)]
     views = [entry(name=name, shape=(2 if name == "experts.1" else 4, 6)) for name in names]
