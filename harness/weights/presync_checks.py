@@ -229,19 +229,24 @@ def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) 
             ranks = {rank for rank, count in zeros.items() if count}
             ranks |= {rank for members in reads.values() for rank, _ in members}
             sizes = next(each.sizes for each in coverage if zeros[each.rank])
-            short = _shorter_names(reads, len(ranks)) or list(reads)
+            short = _shorter_names(reads, len(ranks))
             made_zero = sum(zeros.values())
-            cut = {name: _cut_sizes(views[name], [read for _, read in reads[name]]) for name in short}
-            if not all(
+            cut = {name: _cut_sizes(views[name], [read for _, read in reads[name]]) for name in short or reads}
+            if all(
                 sizes.explain(each or views[name].shape, filled, made_zero, len(ranks))
                 or (not each and sizes.add_once(name, views[name].shape))
                 for name, each in cut.items()
             ):
-                sentences += [
-                    f"{name}: sent as {list(views[name].shape)}, which is too short for the engine's {into}: it would make"
-                    f" {made_zero} elements zero, and no size in its config explains them"
-                    for name in short
-                ]
+                continue
+            why = f"too short for the engine's {into}: it would make {made_zero} elements zero, and no size in its config explains them"
+            sentences += [f"{name}: sent as {list(views[name].shape)}, which is {why}" for name in short]
+            if not short:
+                which = (
+                    "one of these is "
+                    if len(reads) > 1
+                    else f"sent as {list(views[next(iter(reads))].shape)}, which is "
+                )
+                sentences.append(f"{', '.join(reads)}: {which}{why}")
     return sentences
 
 

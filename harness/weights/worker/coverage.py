@@ -373,7 +373,7 @@ def excuse(
     """Subtract from what is missing what the refused tensors would fill if they fitted.
 
     That is what tensors fill whose names differ from theirs in numbers alone, such as those of another layer. Where there are
-    none, it is the parameter of the same name, or all that is missing of the module.
+    none, nothing is said of the parameter of the same name, or of those of the module that are not filled.
     """
     fills: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for copy in itertools.chain(*copies):
@@ -384,13 +384,12 @@ def excuse(
         numbers = NUMBER.findall(name)
         places = {without_numbers(into): count for into, count in due.items()}
         module = name.rpartition(".")[0]
-        for into, (lost, elements) in missing.items():
-            if due:
-                numbered = NUMBER.findall(into)
-                count = places.get(without_numbers(into), 0) if numbered == numbers[: len(numbered)] else 0
-            else:
-                count = elements if into == name or (name not in missing and into.startswith(f"{module}.")) else 0
-            missing[into] = max(0, lost - count), elements
+        for into, (lost, elements) in list(missing.items()):
+            numbered = NUMBER.findall(into)
+            if numbered == numbers[: len(numbered)] and (count := places.get(without_numbers(into), 0)):
+                missing[into] = max(0, lost - count), elements
+            elif lost and not due and (into == name or (name not in missing and into.startswith(f"{module}."))):
+                del missing[into]
 
 
 def _parts(traces: Sequence[GroupTrace]) -> dict[int, list[torch.Tensor]]:
