@@ -8,6 +8,15 @@ from harness.runtime.phases import MEET, PHASES, RUN
 HARNESS = Path(__file__).resolve().parents[2] / "harness"
 
 
+def names(argument: ast.expr) -> set[str]:
+    """What a phase is called: a constant, or f"..._{role}" for each model that learns."""
+    if isinstance(argument, ast.Constant):
+        return {str(argument.value)}
+    if isinstance(argument, ast.JoinedStr) and "{role}" in ast.unparse(argument):
+        return {ast.literal_eval(ast.unparse(argument)[1:]).format(role=role) for role in ("actor", "critic")}
+    return set()
+
+
 def phases_in_the_code() -> set[str]:
     """First arguments of phase(...), and of timed(...) of a Verification, or of one that adds to it: verify_<part>."""
     found = set()
@@ -18,11 +27,13 @@ def phases_in_the_code() -> set[str]:
         ]
         inside = {id(node) for each in classes for node in ast.walk(each)}
         for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
+            if not (isinstance(node, ast.Call) and node.args):
                 continue
             called = ast.unparse(node.func)
             if called == "phase" or called.endswith("events.phase"):
-                found.add(str(node.args[0].value))
+                found |= names(node.args[0])
+            elif not isinstance(node.args[0], ast.Constant):
+                continue
             elif called.endswith(("verification.timed", "checks.timed")) or (
                 called == "self.timed" and id(node) in inside
             ):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from harness.config.schema import Config
+from harness.movement import Movement
 from harness.ppo import Ppo
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
@@ -62,8 +63,12 @@ def build(config: Config, path: str, mesh: DeviceMesh) -> Ppo:
     missing: dict[str, Any] = {each.name: None for each in fields(Ppo) if each.default is MISSING}
     missing["events"] = SimpleNamespace(phase=lambda *words: nullcontext())
     missing["world"] = SimpleNamespace(rank=dist.get_rank())
-    actor, reference = (kind(load_causal_lm(**load), config, mesh, CPU) for kind in (Actor, Reference))
-    return Ppo(**missing | {"config": config, "actor": actor, "critic": critic, "reference": reference})
+    actor = Actor(load_causal_lm(**load), config, mesh, CPU)
+    reference = Reference(load_causal_lm(**load), config, mesh, CPU)
+    models = {"actor": actor, "critic": critic, "reference": reference}
+    learners = {each.role: each for each in (actor, critic) if each}
+    movements = {role: Movement(role=role, model=each.model, config=config) for role, each in learners.items()}
+    return Ppo(**missing | models | {"config": config, "movements": movements})
 
 
 def whole(tensor: Tensor) -> Tensor:

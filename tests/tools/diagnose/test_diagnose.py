@@ -210,6 +210,15 @@ def test_an_exception_before_the_cause_lowers_the_confidence(tmp_path: Path) -> 
     assert before and after and (before.confidence, after.confidence) == ("high", "low")
 
 
+def test_a_rotary_table_that_changed_is_not_called_lost(tmp_path: Path) -> None:
+    what = "WeightsDidNotArrive: step 1: after the {} changed what no sync fills{}: model.rotary_emb.cos_sin_cache"
+    for said in (what.format("sync the engine has", ""), what.format("rollout the engine has", ", or what is derived")):
+        found = diagnosed(tmp_path, f"rank 0 FAILED: {said}")
+        assert slug(found) == "weights-did-not-arrive"
+    lost = "WeightsDidNotArrive: step 1: after the sync the engine holds other weights: model.rotary_emb.cos_sin_cache"
+    assert slug(diagnosed(tmp_path, lost)) == "non-parameter-tensors-lost"
+
+
 def test_an_exception_that_python_ignored_is_none(tmp_path: Path) -> None:
     text = "Exception ignored in: <function f>\nTraceback (most recent call last):\n  File 'x'\nKeyError: 3\n"
     assert diagnosed(tmp_path, text).verdict == "no failure"
