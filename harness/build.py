@@ -175,7 +175,7 @@ def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollou
         events.say("the engine starts with dummy weights, so that a tensor missing from the first sync shows")
     waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
     with events.phase("start_engine", waiting_for=waiting), _main_module_hidden():
-        engine: RolloutEngine = (run.engine_class or partial(VerlEngine, servers=run.servers))(
+        engine: RolloutEngine = (run.engine_class or VerlEngine)(
             mesh["tp", "pp"] if parallel.pp > 1 else mesh["tp"],
             log_dir=run.folder / "engines",
             base_port=config.engine.base_port,

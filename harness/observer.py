@@ -18,7 +18,6 @@ if (
     from harness.cluster.world import Launch, World
     from harness.config.schema import Config
     from harness.runtime.events import EventLog
-    from harness.runtime.fork_server import ForkServer
     from harness.task.rewards import MakeReward
 
 
@@ -92,8 +91,6 @@ class RunContext:
     """All observers of the run."""
     rewards: Mapping[str, MakeReward] = field(default_factory=dict)
     """Rewards in addition to those of task/rewards.py: the value of task.reward -> a function that makes the reward."""
-    servers: Sequence[ForkServer] = ()
-    """What forks the processes of the engine that this rank builds; empty if SGLang starts them."""
     engine_class: Callable[..., Any] | None = None
     """Called in place of VerlEngine, with the same arguments."""
 

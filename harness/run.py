@@ -43,7 +43,7 @@ from harness.runtime.cpu_standins import activate
 from harness.runtime.errors import Found, Stopped, UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.events import Console, EventLog
 from harness.runtime.exits import end_failed, hard_exit
-from harness.runtime.fork_server import ForkServer, collecting_nothing
+from harness.runtime.fork_server import collecting_nothing
 from harness.runtime.memory_gauge import MemoryGauge
 from harness.runtime.phases import MEET, RUN
 from harness.runtime.processes import descendants, end_processes, start_time
@@ -59,7 +59,6 @@ def run(
     job: str | Job = "harness.train:train",
     *,
     rewards: Mapping[str, MakeReward] | None = None,
-    servers: Sequence[ForkServer] = (),
     engine_class: Callable[..., Any] | None = None,
 ) -> int:
     """Run a job on this rank, which torchrun has started. Only rank 0 prints, except for a rank that fails.
@@ -67,7 +66,6 @@ def run(
     job: "module:function", imported only after the stand-ins are on the path; or a function, whose own module must then
     import neither transformers nor SGLang at the top.
     rewards: rewards in addition to those of task/rewards.py, by the name that task.reward gives.
-    servers: what forks the processes of the engine that this rank builds (rollout/early_start.py).
     engine_class: called in place of VerlEngine, with the same arguments.
 
     Return an exit code if this rank sees a mistake before it meets the others; otherwise end the process with the code.
@@ -110,7 +108,6 @@ def run(
                 launched=launched,
                 observer=observer,
                 rewards=rewards or {},
-                servers=servers,
                 engine_class=engine_class,
             )
             started = start_time(os.getpid())

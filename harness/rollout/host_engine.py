@@ -6,7 +6,7 @@ one died and why, and ends the rest. Nothing that the engine started outlives it
 
 import atexit
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,19 +57,18 @@ class HostEngine:
         self,
         arguments: Mapping[str, Any],
         environment: Mapping[str, str | None],
-        servers: Sequence[ForkServer],
         serves: bool,
     ) -> None:
         """Build the engine and watch its processes. Raise EngineFailed, with the log's error, if it does not start.
 
-        environment: added to what this process's children inherit; None removes a variable. servers: fork the engine's
-        processes where they can. serves: whether this is
-        node 0 of the engine, the only one that can be called.
+        Processes that were started early (rollout/early_start.py) become the engine's where they can; for others SGLang starts
+        a new Python. environment: added to what this process's children inherit; None removes a variable. serves: whether this
+        is node 0 of the engine, the only one that can be called.
         """
         arguments = {**arguments, "custom_sigquit_handler": engine_processes.ignore_signal}
         environment = {**environment, **scratch.variables(Path(self._scratch.name))}
-        early = {server.pid for server in servers}  # which become processes of the engine
-        self._before = descendants().keys() - early
+        servers = ForkServer.handed_over()
+        self._before = descendants().keys() - {server.pid for server in servers}
         with started_processes() as started:
             try:
                 with (
@@ -80,8 +79,6 @@ class HostEngine:
                     forking(servers) as self.starts,
                 ):
                     self.engine = sglang_api.build_engine(arguments)
-                    for server in servers:
-                        server.close()
                     # SGLang's own exit handler would end more than the engine's processes: see sglang_api.close.
                     atexit.unregister(self.engine.shutdown)
                     if serves:
@@ -94,6 +91,8 @@ class HostEngine:
                 self._lease.close()
                 raise EngineFailed(failure) from error
             finally:
+                for server in servers:
+                    server.close()
                 restore_handlers(self._handlers, engine_serves=self.engine is not None)
         atexit.register(self.stop)
         self._stop_watching = engine_processes.watch_processes(descendants_since(self._before), self._report_death).set

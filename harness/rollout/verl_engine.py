@@ -58,8 +58,6 @@ class VerlEngine:
             no trainer uses.
         preset: "reproducible" applies rollout/defaults.py; "sglang" leaves attention and sampling backends, CUDA graphs and
             fusions on a GPU to SGLang.
-        servers: what forks the engine's processes (rollout/early_start.py); closed when the engine is up. Without any, and
-            for a process that none of them can fork, SGLang starts a new Python.
         on_death: called with a message when a process of the engine dies, on a thread, or when SGLang fails in this
             process. By default the message is printed and this process exits with code 1.
         record_call: called after each call of the engine (on the head) and each `ask` (on every rank).
@@ -82,7 +80,6 @@ class VerlEngine:
         base_port: int = 30000,
         colocate: bool = True,
         preset: Preset = "reproducible",
-        servers: Sequence[ForkServer] = (),
         on_death: Callable[[str], None] | None = None,
         record_call: RecordCall = lambda name, seconds, succeeded: None,
         **engine_args: Any,
@@ -111,9 +108,9 @@ class VerlEngine:
         self._host: HostEngine | None = None
         try:
             self._host = self._prepare_host(base_port, on_death)
-            self._start(servers)
+            self._start()
         finally:
-            for server in servers:
+            for server in ForkServer.handed_over():  # for an engine that this rank does not build
                 server.close()
 
     def _prepare_process(self) -> None:
@@ -143,14 +140,14 @@ class VerlEngine:
             raise
         return host
 
-    def _start(self, servers: Sequence[ForkServer]) -> None:
+    def _start(self) -> None:
         failure: Exception | None = None
         own = f"{bracketed(self._own_address())}:{self._host.ports.dist_init_port}" if self._host else None
         address = self.group.broadcast(own)
         if self._host:
             try:
                 arguments = self._arguments(self._host, address)
-                self._host.start(arguments, self._environment(), servers, serves=self.is_head)
+                self._host.start(arguments, self._environment(), serves=self.is_head)
             except Exception as error:
                 failure = error
         self._raise_failures(failure, self._host.fail if self._host and self.nnodes > 1 else None)

@@ -189,7 +189,7 @@ class ForkServer:
 
     @classmethod
     def handed_over(cls) -> "list[ForkServer]":
-        """Return the servers that this process was started with. A second call returns none."""
+        """Return the servers that this process was started with, or that it has handed over. A second call returns none."""
         found = []
         for each in os.environ.pop(HANDED_OVER, "").split():
             descriptor, _, pid = each.partition(":")
@@ -197,8 +197,13 @@ class ForkServer:
                 found.append(cls(socket.socket(fileno=int(descriptor)), int(pid)))
         return found
 
-    def hand_over(self) -> str:
-        """Give up this object; return what handed_over() reads in HANDED_OVER to make another one of it."""
+    @staticmethod
+    def hand_over(servers: Sequence["ForkServer"]) -> None:
+        """Give up these objects, and leave the servers for the next `handed_over` of this process."""
+        if servers:
+            os.environ[HANDED_OVER] = " ".join(server._detach() for server in servers)
+
+    def _detach(self) -> str:
         self._connection.close()
         return f"{self._socket.detach()}:{self.pid}"
 
@@ -421,8 +426,7 @@ def main(descriptor: int, client: int, modules: Sequence[str], first: str, argum
             signal.pthread_sigmask(signal.SIG_BLOCK, FOR_CLIENT)
             connection = socket.socket(fileno=descriptors[3])
             continue
-        if servers:
-            os.environ[HANDED_OVER] = " ".join(server.hand_over() for server in servers)
+        ForkServer.hand_over(servers)
         if not (task.gets_server and answer.forks):
             break
         own, its = socket.socketpair()

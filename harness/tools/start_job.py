@@ -9,7 +9,7 @@ from harness.observer import RunContext
 from harness.rollout.early_start import start_early
 from harness.runtime import kernel_caches
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
-from harness.runtime.fork_server import collecting_nothing
+from harness.runtime.fork_server import ForkServer, collecting_nothing
 from harness.tools import preflight
 
 
@@ -30,10 +30,11 @@ def start_job(
     except (ValueError, UnsupportedEnvironment) as error:  # only the first rank of each host looks
         return report_user_error(error, rank=0)
     os.environ.update(kernel_caches.variables(os.environ))
-    servers = start_early(config, preflight.device_of(config), os.environ)
+    # The engine takes its processes from them, wherever this run builds it.
+    ForkServer.hand_over(start_early(config, preflight.device_of(config), os.environ))
     with collecting_nothing():
         from harness.run import run
         from harness.tools.observers import standard_observers
         from harness.tools.rewards.more_rewards import rewards_of
 
-    return run(config, standard_observers(config), job, rewards=rewards_of(config), servers=servers)
+    return run(config, standard_observers(config), job, rewards=rewards_of(config))

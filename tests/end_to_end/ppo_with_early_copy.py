@@ -34,11 +34,10 @@ def copy_at_the_start() -> None:
 
 if __name__ == "__main__":
     from harness.run import run
-    from harness.runtime.fork_server import ForkServer
     from harness.tools.command_line import parse
     from harness.tools.observers import standard_observers
 
     config = parse(sys.argv[1:]).config
     config = replace(config, engine=replace(config.engine, args=config.engine.args | {"custom_weight_loader": [KEEP]}))
     copy_at_the_start()
-    sys.exit(run(config, standard_observers(config), servers=ForkServer.handed_over()))
+    sys.exit(run(config, standard_observers(config)))

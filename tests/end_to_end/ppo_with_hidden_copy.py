@@ -30,10 +30,9 @@ def hide_a_copy() -> None:
 
 if __name__ == "__main__":
     from harness.run import run
-    from harness.runtime.fork_server import ForkServer
     from harness.tools.command_line import parse
     from harness.tools.observers import standard_observers
 
     config = parse(sys.argv[1:]).config
     hide_a_copy()
-    sys.exit(run(config, standard_observers(config), servers=ForkServer.handed_over()))
+    sys.exit(run(config, standard_observers(config)))

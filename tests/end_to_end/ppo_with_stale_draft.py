@@ -31,10 +31,9 @@ def leave_out_the_draft() -> None:
 
 if __name__ == "__main__":
     from harness.run import run
-    from harness.runtime.fork_server import ForkServer
     from harness.tools.command_line import parse
     from harness.tools.observers import standard_observers
 
     config = parse(sys.argv[1:]).config
     leave_out_the_draft()
-    sys.exit(run(config, standard_observers(config), servers=ForkServer.handed_over()))
+    sys.exit(run(config, standard_observers(config)))

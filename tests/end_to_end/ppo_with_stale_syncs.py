@@ -29,10 +29,9 @@ def do_nothing_from(first: int) -> None:
 
 if __name__ == "__main__":
     from harness.run import run
-    from harness.runtime.fork_server import ForkServer
     from harness.tools.command_line import parse
     from harness.tools.observers import standard_observers
 
     config = parse(sys.argv[1:]).config
     do_nothing_from(int(os.environ["STALE_FROM"]))
-    sys.exit(run(config, standard_observers(config), servers=ForkServer.handed_over()))
+    sys.exit(run(config, standard_observers(config)))

@@ -34,10 +34,9 @@ def forget() -> None:
 
 if __name__ == "__main__":
     from harness.run import run
-    from harness.runtime.fork_server import ForkServer
     from harness.tools.command_line import parse
     from harness.tools.observers import standard_observers
 
     config = parse(sys.argv[1:]).config
     forget()
-    sys.exit(run(config, standard_observers(config), servers=ForkServer.handed_over()))
+    sys.exit(run(config, standard_observers(config)))

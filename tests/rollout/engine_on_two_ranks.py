@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.runtime.cpu_standins import activate
-from harness.runtime.fork_server import ForkServer
 
 LOADER = "what_is_held.load"
 LOADER_SOURCE = """
@@ -72,7 +71,7 @@ def main(folder: Path) -> None:
     }
     engine = VerlEngine(
         *(mesh, 1), log_dir=folder / "engine", model_path=model, dtype="float32", random_seed=0,
-        custom_weight_loader=[LOADER], servers=ForkServer.handed_over(),
+        custom_weight_loader=[LOADER],
     )  # fmt: skip
     seen["forked"] = engine.starts.forked
     seen |= engine.call_engine(lambda inner: calls(engine.api, inner, folder, weights))

@@ -14,11 +14,13 @@ def main(folder: Path) -> None:
     from harness.config.schema import Config, Parallel
     from harness.rollout.early_start import start_early
     from harness.runtime.cpu_standins import activate
+    from harness.runtime.fork_server import ForkServer
     from harness.task.tiny_models import save_tiny_model
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     config = Config(parallel=Parallel(tp=1))
-    servers = start_early(config, "cpu", os.environ) if "--forked" in sys.argv else []
+    if "--forked" in sys.argv:
+        ForkServer.hand_over(start_early(config, "cpu", os.environ))
     activate()
     import torch
     import torch.distributed as dist
@@ -29,8 +31,8 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     save_tiny_model("qwen3", folder / "model", 0, texts=["hello"])
     mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "tp", "pp"))
-    engine = VerlEngine(mesh["tp"], model_path=str(folder / "model"), dtype="float32", random_seed=0, servers=servers)
-    assert engine.starts.forked == (2 if servers else 0), engine.starts
+    engine = VerlEngine(mesh["tp"], model_path=str(folder / "model"), dtype="float32", random_seed=0)
+    assert engine.starts.forked == (2 if "--forked" in sys.argv else 0), engine.starts
     print(f"log {engine.log}", flush=True)
     engine.generate(input_ids=[[5, 6]], sampling_params={"max_new_tokens": 2})
     if "--pass" in sys.argv:

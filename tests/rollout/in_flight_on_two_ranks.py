@@ -25,7 +25,6 @@ def main(folder: Path) -> None:
     from safetensors.torch import load_file
 
     from harness.rollout.verl_engine import VerlEngine
-    from harness.runtime.fork_server import ForkServer
     from harness.task.tiny_models import save_tiny_model
 
     dist.init_process_group("gloo")
@@ -37,7 +36,7 @@ def main(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     engine = VerlEngine(
         *(mesh, 1), log_dir=folder / "engine", model_path=str(folder / "model0"), dtype="float32", random_seed=0,
-        servers=ForkServer.handed_over(),
+       
     )  # fmt: skip
     seen: dict[str, Any] = {"at rest": at_rest(engine, weights)}
     for mode in ("in_place", "retract"):

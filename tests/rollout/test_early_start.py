@@ -180,7 +180,7 @@ def test_where_sglang_is_not_started_or_starts_its_own_nothing_is(
     setattr(getattr(config, section), name, value)
     assert start_early(config, "cpu", torchrun(0, 2)) == []
     given = ForkServer.start(["json"], {})
-    monkeypatch.setenv(HANDED_OVER, given.hand_over())
+    ForkServer.hand_over([given])
     assert start_early(config, "cpu", torchrun(0, 2)) == []
     assert not Path(f"/proc/{given.pid}").exists()
 
@@ -188,7 +188,7 @@ def test_where_sglang_is_not_started_or_starts_its_own_nothing_is(
 @pytest.mark.usefixtures("cheap_modules")
 def test_a_server_that_the_rank_was_given_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ForkServer.start(["json"], {})
-    monkeypatch.setenv(HANDED_OVER, given.hand_over())
+    ForkServer.hand_over([given])
     [server] = start_early(config_of(), "cpu", torchrun(0, 2))
     assert server.pid == given.pid
     server.close()

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from harness.cluster.mesh import ParallelDims, build_meshes
 from harness.cluster.world import Launch, World, all_gather, open_world
 from harness.rollout.verl_engine import VerlEngine
-from harness.runtime.fork_server import ForkServer
 from harness.task.tiny_models import save_tiny_model
 from harness.trainer.actor import token_log_probs
 from harness.trainer.batch import from_sequences, scatter_responses
@@ -348,7 +347,6 @@ def run(
             skip_tokenizer_init=True,
             random_seed=0,
             custom_weight_loader=[KEEP, LINGER, SKIP, SPOIL, REPLAN],
-            servers=ForkServer.handed_over(),
         )
         model = load_causal_lm(str(folder / "model"), torch.float32, torch.device("cpu"), meshes.fsdp)
         stand = Stand(world, meshes.fsdp, folder, engine, model)

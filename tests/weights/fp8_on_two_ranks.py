@@ -55,7 +55,6 @@ OVERRIDES_ON_GPU = {
 def main(folder: Path, options: Mapping[str, Any]) -> None:
     from harness.rollout.verl_engine import VerlEngine
     from harness.runtime.cpu_standins import activate
-    from harness.runtime.fork_server import ForkServer
     from harness.task.tiny_models import save_tiny_model
     from harness.trainer.model import load_causal_lm
     from harness.weights.converter import CheckpointConverter
@@ -88,7 +87,6 @@ def main(folder: Path, options: Mapping[str, Any]) -> None:
         skip_tokenizer_init=True,
         random_seed=rank,
         custom_weight_loader=[FLIP, DOUBLE],
-        servers=ForkServer.handed_over(),
         **{"max_total_tokens": 16384} | options["arguments"],  # so that others find room on the GPU too
     )
     trainer_mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("fsdp",))

@@ -6,7 +6,7 @@ the search goes on: the call that waits for it raises, and all ranks learn of it
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,18 +122,16 @@ def changed_engine(
     change: EngineChange,
     weights: Path,
     log_dir: Path,
-    servers: Sequence[ForkServer],
     *,
     is_used: bool,
 ) -> Iterator[ChangedEngine]:
     """Start an engine for this block, and shut it down. A collective call of all ranks.
 
-    weights: the checkpoint that it loads. log_dir: for the output of its processes. servers: where they come from. is_used:
-    whether this rank has an engine.
+    weights: the checkpoint that it loads. log_dir: for the output of its processes. is_used: whether this rank has an engine.
     Raise CannotBeMeasured on all ranks if it does not start on one of them.
     """
     config = replace(change.config, engine=replace(change.config.engine, initial_weights="checkpoint"))
-    run = replace(run, config=config, dims=ParallelDims.of(config.parallel), servers=servers)
+    run = replace(run, config=config, dims=ParallelDims.of(config.parallel))
     death = Death()
     if not run.engine_class:
         run = replace(run, engine_class=partial(_build, run, death, log_dir))
@@ -172,7 +170,7 @@ def _stay_out(run: RunContext) -> tuple[None, str]:
     """Do what a rank without an engine must do while others start theirs."""
     # The names of later groups count the earlier ones, so every rank must make as many.
     Group.of(_engine_mesh(run)["tp"])
-    for server in run.servers:
+    for server in ForkServer.handed_over():
         server.close()
     return None, ""
 
@@ -186,6 +184,6 @@ def _build(run: RunContext, death: Death, own_log_dir: Path, mesh: DeviceMesh, *
     placed = place(run.dims, run.world.locations, run.world.device_type)[run.dims.coordinates(run.world.rank).dp]
     if placed.nnodes == 1:  # from another host nobody could interrupt the head's call, so there a death ends the run
         arguments["on_death"] = death
-    engine = VerlEngine(mesh, servers=run.servers, **arguments | {"log_dir": own_log_dir})
+    engine = VerlEngine(mesh, **arguments | {"log_dir": own_log_dir})
     engine.call_engine(death.watch_calls)
     return engine

@@ -78,7 +78,8 @@ class Changes:
         weights = base.weights if change.config.model.rollout_precision == "same" else base.sent
         log_dir = base.run.folder / "engines" / f"changed-{self.engines}"  # the next engine would empty the same file
         is_used = not change.alone or base.group.rank == base.group.head
-        with changed_engine(base.run, change, weights, log_dir, self.servers.take(), is_used=is_used) as changed:
+        self.servers.hand_over()
+        with changed_engine(base.run, change, weights, log_dir, is_used=is_used) as changed:
             yield changed
 
     def _scoring(self, change: EngineChange) -> AbstractContextManager[None]:

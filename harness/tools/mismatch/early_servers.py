@@ -20,9 +20,11 @@ AHEAD = 2
 class EarlyServers:
     """The fork servers of the engines to come, in order, on one rank."""
 
-    def __init__(self, run: RunContext, changes: Sequence[EngineChange], *, is_head: bool) -> None:
-        """Prepare nothing yet. is_head: whether this rank has a part in changes that one rank serves alone."""
-        self._run, self._is_head = run, is_head
+    def __init__(
+        self, run: RunContext, changes: Sequence[EngineChange], started: Sequence[ForkServer], *, is_head: bool
+    ) -> None:
+        """Prepare nothing yet. started: of the run. is_head: whether this rank has a part in changes that one rank serves alone."""
+        self._run, self._started_by_run, self._is_head = run, started, is_head
         self._changes = deque(changes)
         self._started = deque[list[ForkServer]]()
 
@@ -34,11 +36,11 @@ class EarlyServers:
         while self._changes and len(self._started) < engines:
             self._started.append(self._start(self._changes.popleft()))
 
-    def take(self) -> list[ForkServer]:
-        """Return the fork servers for the next engine. First start those of the engines after it."""
+    def hand_over(self) -> None:
+        """Leave the next engine its fork servers. First start those of the engines after it."""
         self.prepare(1 + AHEAD)
         early = self._started.popleft()
-        return cloned(self._run.servers) or early
+        ForkServer.hand_over(cloned(self._started_by_run) or early)
 
     def _start(self, change: EngineChange) -> list[ForkServer]:
         device = self._run.world.device_type

@@ -19,6 +19,7 @@ from harness.inputs import Inputs, read_inputs
 from harness.observer import RunContext
 from harness.ppo import Ppo
 from harness.runtime.errors import Found
+from harness.runtime.fork_server import ForkServer
 from harness.tools.mismatch.answer import Answer
 from harness.tools.mismatch.baseline import Baseline, Measured
 from harness.tools.mismatch.changes import Changes
@@ -40,14 +41,16 @@ def find_mismatch(run: RunContext) -> str:
     record = start_record(run)
     run, inputs = read_inputs(run)
     run = replace(run, config=without_learning(run.config))
-    parts = build(replace(run, servers=cloned(run.servers) or run.servers), inputs, record)
+    servers = ForkServer.handed_over()
+    ForkServer.hand_over(cloned(servers) or servers)
+    parts = build(run, inputs, record)
     run.events.say(f"weights: the engine's fingerprints equal the trainer's{prove_weights(parts)}")
     measured, rows = measure_tokens(run, parts)
     meshes = build_meshes(run.dims, run.world.device.type)
     baseline = Baseline(run=run, inputs=inputs, parts=parts, meshes=meshes, measured=measured)
     serving = serving_of(run, inputs, tokens=sum(len(ids) for ids, _ in rows))
-    answer = search_sources(baseline, parts, serving)
-    for server in run.servers:
+    answer = search_sources(baseline, parts, serving, servers)
+    for server in servers:
         server.close()
     write(run, inputs, answer, rows, serving)
     dist.barrier()  # torchrun ends rank 0 as soon as another rank exits
@@ -107,8 +110,11 @@ def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
     return Measured(batch=batch, decode=decode, prefill=scored, again=again), rows
 
 
-def search_sources(baseline: Baseline, parts: Ppo, serving: Serving) -> Answer:
-    """Change one setting at a time, and compare what the modules return; shut the engine down."""
+def search_sources(baseline: Baseline, parts: Ppo, serving: Serving, started: Sequence[ForkServer]) -> Answer:
+    """Change one setting at a time, and compare what the modules return; shut the engine down.
+
+    started: what the engines' processes are forked from on a CPU.
+    """
     assert parts.engine
     run, config, dtype = baseline.run, baseline.run.config, baseline.run.config.model.dtype
     with run.events.phase("trainer_scores", waiting_for="the trainer's log-probs of the same tokens"):
@@ -122,7 +128,7 @@ def search_sources(baseline: Baseline, parts: Ppo, serving: Serving) -> Answer:
     baseline.save_weights()
     baseline.shut_down()
     of_engine = list(engine_changes(config, serving))
-    servers = EarlyServers(run, of_engine, is_head=baseline.group.rank == baseline.group.head)
+    servers = EarlyServers(run, of_engine, started, is_head=baseline.group.rank == baseline.group.head)
     servers.prepare()
     changes = Changes(baseline=baseline, servers=servers)
     sources += [
