@@ -94,7 +94,7 @@ def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
 
 
 def resolved(run: RunContext, prompts: int, model_folder: Path) -> RunContext:
-    """Return the run with its config as it will run, which rank 0 writes; say what it became, and why.
+    """Return the run with its config as it will run, which rank 0 writes and observers see; say what it became, and why.
 
     prompts: how many there are. Raise ConfigError or UnsupportedEnvironment for what cannot work.
     """
@@ -110,7 +110,9 @@ def resolved(run: RunContext, prompts: int, model_folder: Path) -> RunContext:
         run.events.say(sentence)
     if run.world.rank == 0:
         write_config(run.folder, found.config, run.world.device_type)
-    return replace(run, config=found.config)
+    run = replace(run, config=found.config)
+    run.observer.resolved(run)
+    return run
 
 
 def open_saved_rollouts(run: RunContext, first: int) -> SavedRollouts | None:

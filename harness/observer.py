@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if (
-    TYPE_CHECKING
-):  # importing these at run time would import torch, and the watchdog's side of an observer starts without it
+# Importing these at run time would import torch, and the watchdog's side of an observer starts without it.
+if TYPE_CHECKING:
     from harness.cluster.mesh import ParallelDims
     from harness.cluster.world import Launch, World
     from harness.config.schema import Config
@@ -26,16 +25,22 @@ class Observer:
 
     A run calls its observers in the order in which they were given and waits for each call to return, so an observer
     may delay the rank or end it. The calls come in this order: launched, phase_begins and phase_ends or phase_fails, met,
-    built, measured, and at the end: passed, then finished, for a run that passed; finished alone for a user's mistake or a run
+    resolved, built, measured, and at the end: passed, then finished, for a run that passed; finished alone for a user's mistake or a run
     that SIGTERM has stopped; failed alone for any other failure, which ends the process at once. A rank that is killed makes
-    no more calls. An exception in launched, phase_begins, met, built or passed ends the run.
+    no more calls. An exception in launched, phase_begins, met, resolved, built or passed ends the run.
     """
 
     def launched(self, config: Config, launch: Launch) -> None:
         """React to a valid launch, before torch.distributed and CUDA are initialized."""
 
     def met(self, run: RunContext) -> None:
-        """React to the first moment at which all ranks can communicate. A collective call of all ranks."""
+        """React to the first moment at which all ranks can communicate. A collective call of all ranks.
+
+        The run's config is still as it was given.
+        """
+
+    def resolved(self, run: RunContext) -> None:
+        """React to the config as it runs: "auto" is filled in, run.epochs has become run.steps. A collective call of all ranks."""
 
     def phase_begins(self, phase: str, step: int | None) -> None:
         """React to the start of a phase, before its work."""
@@ -79,7 +84,7 @@ class RunContext:
     """What a run knows on each rank once its ranks have met; observers see it, and the job gets it as its argument."""
 
     config: Config
-    """The config as it runs: what "auto" became is filled in."""
+    """As it was given until the job has read its inputs; from then on as it runs (harness/inputs.py: resolved)."""
     world: World
     dims: ParallelDims
     events: EventLog

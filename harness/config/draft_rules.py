@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from harness.config.engine_rules import choose_transport
 from harness.config.facts import Device, Facts, SGLangFacts
 from harness.config.rules import Wrong
 from harness.config.schema import Config
@@ -92,9 +93,7 @@ def _layer(config: Config, facts: Facts) -> Iterator[Wrong]:
 
 def _sync(config: Config, sglang: SGLangFacts | None, device: Device | None) -> Iterator[Wrong]:
     """Refuse transports that would leave the draft model behind, or that SGLang cannot use for two models."""
-    transport = config.weights.transport
-    if transport == "auto" and not config.parallel.colocate:
-        transport = "distributed"
+    transport, _ = choose_transport(config)
     if sglang and transport == "distributed" and not sglang.updates_drafts_by_group:
         why = f"sglang {sglang.version} never updates the draft model in an update group (sglang#27718)"
         yield Wrong("weights.transport", f'{why}; use "bucket" with parallel.colocate = true, or a newer release')

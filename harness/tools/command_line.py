@@ -103,7 +103,7 @@ def parse(
     config = build_config([*base, *map(read_layer, files), override_layer(overrides)])
     if not base:
         refuse_redacted(config)
-    resolve(config, sections=sections)
+    resolve(config, sections=sections)  # for what it refuses; a run fills in "auto" once it knows its facts
     for text in config.run.inject:
         try:
             check_fault(text, config)

@@ -163,7 +163,9 @@ def check_rank(
         check_run_folder(config.run.dir)
         for key, given in written_folders(config, sections).items():
             check_writable(key, given)
-    resolved = check_here(config, sections)
+    resolved = check_here(
+        config, sections
+    )  # for what it refuses and warns of; the run resolves it with what its inputs tell
     if environment["RANK"] == "0":
         for sentence in resolved.warnings:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)

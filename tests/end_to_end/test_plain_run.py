@@ -38,6 +38,9 @@ class Broken(Observer):
 
 raise SystemExit(run(Config(), [Broken()]))
 """
+SEES_THE_CONFIG = BAD_OBSERVER.replace("def met", "def resolved").replace(
+    '"no such number"', "run.config.weights.transport"
+)
 
 
 def on_two_ranks(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -60,8 +63,9 @@ def on_two_ranks(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     [
         (BAD_INTERFACE, "error: rank 0: network.interface = nosuch0"),
         (BAD_OBSERVER, "rank 1 FAILED: ValueError: no such number"),
+        (SEES_THE_CONFIG, "rank 1 FAILED: ValueError: bucket"),
     ],
-    ids=["interface", "observer"],
+    ids=["interface", "observer", "resolved"],
 )
 def test_what_ends_a_run_as_its_ranks_meet_is_said(script: str, said: str, tmp_path: Path) -> None:
     done = on_two_ranks(script, tmp_path)
@@ -70,7 +74,7 @@ def test_what_ends_a_run_as_its_ranks_meet_is_said(script: str, said: str, tmp_p
     traces = [
         file.read_text() for file in tmp_path.glob("runs/*/events/rank1.jsonl") if "Traceback" in file.read_text()
     ]
-    assert [str(tmp_path / "plain.py") in trace for trace in traces] == [True] * (script == BAD_OBSERVER)
+    assert [str(tmp_path / "plain.py") in trace for trace in traces] == [True] * (script != BAD_INTERFACE)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def said(run: Any) -> list[str]:
 
 def write(writer: TrackerWriter, run: Any) -> None:
     """As a run does it."""
-    writer.met(run)
+    writer.resolved(run)
     for row in ROWS:
         writer.measured(row)
     writer.phase_begins("shutdown", None)
@@ -126,7 +126,7 @@ def test_a_run_outlives_the_process_that_writes_for_wandb(run: Any) -> None:
     import psutil
 
     before, writer = {each.pid for each in psutil.Process().children()}, TrackerWriter(["wandb"])
-    writer.met(run)
+    writer.resolved(run)
     started = [each for each in psutil.Process().children() if each.pid not in before]
     assert started, "wandb has a process of its own"
     for each in started:
@@ -184,7 +184,7 @@ def test_a_tracker_that_does_not_start_ends_the_run_on_every_rank(run: Any, monk
     with pytest.raises(
         ConfigError, match=r"tracker wandb cannot start \(PermissionError: 401 from the server\); leave it out"
     ):
-        TrackerWriter(["wandb"]).met(run)
+        TrackerWriter(["wandb"]).resolved(run)
 
 
 def test_ranks_other_than_0_start_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

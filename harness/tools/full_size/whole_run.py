@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from harness.cluster.mesh import ParallelDims
+from harness.config.engine_rules import choose_transport
 from harness.config.schema import Config, TransportName
 from harness.rollout.sglang_api.meta_kv_cache import KvCache
 from harness.runtime.errors import UnsupportedEnvironment
@@ -200,9 +201,6 @@ def examine_run(
         engine=ranks,
         bucket_bytes=config.weights.bucket_size_mib * MIB,
     )
-    transport = config.weights.transport
-    if transport == "auto":
-        transport = "bucket" if config.parallel.colocate else "distributed"
     shares = Shares(
         parameters=sum(each.numel() for each in names.tensors.values() if isinstance(each, torch.nn.Parameter)),
         engine=engine_shares(config, ranks),
@@ -215,7 +213,7 @@ def examine_run(
         memory=memory,
         shape=shape,
         own=own_parts(memory, dims, ranks, missing_bytes(names, dims.world_size, master), copies),
-        transport=transport,
+        transport=choose_transport(config)[0],
         plans={name: planner.plan(name) for name in TRANSPORTS},
         pairs=planner.bytes_by_pair(),
         peaks=peaks,

@@ -95,8 +95,8 @@ class TrackerWriter(Observer):
         self.names = names
         self.trackers: dict[str, Tracker] = {}
 
-    def met(self, run: RunContext) -> None:
-        """Start the trackers. A collective call of all ranks; raise ConfigError on each if one does not start."""
+    def resolved(self, run: RunContext) -> None:
+        """Start the trackers, which record the config as it runs. A collective call of all ranks; raise ConfigError on each if one does not start."""
         from harness.cluster.world import all_gather  # imports torch
 
         self.say, error = run.events.say, ""
