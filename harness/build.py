@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.cluster.mesh import build_meshes
 from harness.cluster.placement import place
+from harness.half_runs import EngineAlone, TrainerAlone
 from harness.inputs import Inputs
+from harness.learning import Learning
 from harness.movement import Movement
 from harness.observer import RunContext
 from harness.ppo import Ppo
@@ -27,11 +28,13 @@ from harness.rollout.engine import RolloutEngine
 from harness.rollout.engine_gpus import check_gpus
 from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
 from harness.rollout.verl_engine import VerlEngine
+from harness.rollouts import Rollouts
 from harness.runtime.background import in_background
 from harness.runtime.events import EventLog
 from harness.runtime.exits import end_failed
 from harness.runtime.fork_server import collecting_nothing
 from harness.runtime.run_record import RunRecord
+from harness.seeds import seed_of
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
@@ -51,50 +54,76 @@ CHECKED_PROMPTS = 4
 
 
 def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
-    """Return every part of the run on this rank. A collective call of all ranks.
-
-    With rollout.load there is no engine, with rollout.only no trainer; a sync needs both.
-    """
-    config = run.config
-    has_engine, has_trainer = not config.rollout.load, not config.rollout.only
+    """Return every part of a PPO run on this rank. A collective call of all ranks."""
     meshes = build_meshes(run.dims, run.world.device.type)
+    prepare_process(run, record)
     build_models = partial(build_trainer, run, meshes.fsdp, inputs, record)
-    if has_engine:
-        with record.timed("sglang_import"):
-            import_sglang(run)
-    faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python frames
     # On a CPU the models are built while the engine's processes start. On a GPU they wait for it: SGLang sizes its KV cache by
     # the memory that is free, and must release it before there is room for the trainer.
-    at_once = has_engine and has_trainer and run.world.device.type == "cpu" and run.engine_class is None
+    at_once = run.world.device.type == "cpu" and run.engine_class is None
     background = _on_a_thread(build_models) if at_once else None
-    engine = memory = sync = verification = None
-    actor = critic = reference = None
-    if has_engine:
-        with record.timed("engine"):
-            engine = start_engine(run, meshes.engines, inputs.engine_folder)
-        run.observer.built("engine", engine)
-        if has_trainer:
-            find_early_copies(run, engine)
-        memory = start_memory_stages(run, engine)
-    if has_trainer:
-        with run.events.phase("build_trainer", waiting_for="actor, critic and reference"):
-            actor, critic, reference = background.result() if background else build_models()
-    if engine and memory and actor:
-        sync = build_sync_of_actor(run, engine, actor, inputs)
-        verification = Verification(
-            config=config,
-            world=run.world,
-            events=run.events,
-            memory=memory,
-            sync=sync,
-            source=inputs.engine_folder,
-            prompts=[prompt.input_ids for prompt in inputs.prompts.prompts[:CHECKED_PROMPTS]],
-        )
-    for learner in (actor, critic):
-        if learner:
-            run.observer.built(learner.role, learner)
+    rollouts = build_rollouts(run, meshes.engines, inputs, record)
+    find_early_copies(run, rollouts.engine)
+    memory = start_memory_stages(run, rollouts.engine)
+    with run.events.phase("build_trainer", "actor, critic and reference"):
+        learning = background.result() if background else build_models()
+    sync = build_sync_of_actor(run, rollouts.engine, learning.actor, inputs)
+    verification = Verification(
+        config=run.config,
+        world=run.world,
+        events=run.events,
+        memory=memory,
+        sync=sync,
+        source=inputs.engine_folder,
+        prompts=[prompt.input_ids for prompt in inputs.prompts.prompts[:CHECKED_PROMPTS]],
+    )
+    announce_learners(run, learning)
     return Ppo(
-        config=config,
+        config=run.config,
+        events=run.events,
+        rollouts=rollouts,
+        learning=learning,
+        memory=memory,
+        sync=sync,
+        verification=verification,
+        saved=inputs.saved,
+    )
+
+
+def build_engine_alone(run: RunContext, inputs: Inputs, record: RunRecord) -> EngineAlone:
+    """Return the parts of a run without a trainer (rollout.only). A collective call of all ranks."""
+    meshes = build_meshes(run.dims, run.world.device.type)
+    prepare_process(run, record)
+    rollouts = build_rollouts(run, meshes.engines, inputs, record)
+    memory = start_memory_stages(run, rollouts.engine)
+    return EngineAlone(config=run.config, events=run.events, rollouts=rollouts, memory=memory, saved=inputs.saved)
+
+
+def build_trainer_alone(run: RunContext, inputs: Inputs, record: RunRecord) -> TrainerAlone:
+    """Return the parts of a run without an engine (rollout.load). A collective call of all ranks."""
+    faulthandler.enable()
+    meshes = build_meshes(run.dims, run.world.device.type)
+    with run.events.phase("build_trainer", "actor, critic and reference"):
+        learning = build_trainer(run, meshes.fsdp, inputs, record)
+    announce_learners(run, learning)
+    assert inputs.saved, "read_inputs opens what rollout.load names"
+    return TrainerAlone(events=run.events, tokenizer=inputs.tokenizer, learning=learning, saved=inputs.saved)
+
+
+def prepare_process(run: RunContext, record: RunRecord) -> None:
+    """Import SGLang where an engine is built, before anything else runs on a thread."""
+    with record.timed("sglang_import"):
+        import_sglang(run)
+    faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python frames
+
+
+def build_rollouts(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord) -> Rollouts:
+    """Start the engine; return it with the prompts that it is asked. mesh: over dp, tp and pp. A collective call of all ranks."""
+    with record.timed("engine"):
+        engine = start_engine(run, mesh, inputs.engine_folder)
+    run.observer.built("engine", engine)
+    return Rollouts(
+        config=run.config,
         world=run.world,
         dims=run.dims,
         events=run.events,
@@ -103,20 +132,15 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
         tokenizer=inputs.tokenizer,
         reward=inputs.reward,
         engine=engine,
-        memory=memory,
-        sync=sync,
-        verification=verification,
-        actor=actor,
-        critic=critic,
-        reference=reference,
-        movements={
-            learner.role: Movement(role=learner.role, model=learner.model, config=config)
-            for learner in (actor, critic)
-            if learner
-        },
-        saved=inputs.saved,
-        routed_shape=routed_shape(str(inputs.model_folder)) if config.rollout.routing != "off" and engine else None,
+        routed_shape=routed_shape(str(inputs.model_folder)) if run.config.rollout.routing != "off" else None,
     )
+
+
+def announce_learners(run: RunContext, learning: Learning) -> None:
+    """Tell the observers of the models that learn."""
+    for learner in (learning.actor, learning.critic):
+        if learner:
+            run.observer.built(learner.role, learner)
 
 
 def _on_a_thread(build_models: Callable[[], T]) -> Future[T]:
@@ -163,7 +187,7 @@ def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollou
         "device": world.device_type,
         "dtype": config.model.dtype,
         # Engines of one run must not sample alike.
-        "random_seed": config.run.seed * 1009 + world.rank // (parallel.tp * parallel.pp),
+        "random_seed": seed_of(config.run.seed, place=world.rank // (parallel.tp * parallel.pp)),
         "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
         # Prompts leave and responses arrive as token ids, so that no tokenizer or detokenizer of SGLang can differ or fail. Only
         # to find stop strings does SGLang need its tokenizer.
@@ -190,19 +214,19 @@ def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollou
         f"engine up: sglang {engine.version} in {type(engine).__name__}, {parallel.dp} engine(s) of tp {parallel.tp},"
         f" pp {parallel.pp}, {engine.nnodes} host(s) each"
     )
-    # VerlEngine merges the harness's defaults into the arguments. Another engine has its own way with them.
+    record = engine.record()
     events.fact(
         "engine",
         version=engine.version,
         device=world.device_type,
         preset=config.engine.preset,
-        dropped_defaults=engine.dropped_defaults if isinstance(engine, VerlEngine) else (),
-        arguments=engine.engine_args if isinstance(engine, VerlEngine) else arguments | config.engine.args,
+        arguments=record.arguments,
+        dropped_defaults=record.dropped_defaults,
+        forked=record.forked,
+        why_spawned=record.why_spawned,
     )
-    if isinstance(engine, VerlEngine) and engine.is_builder:
-        events.fact("engine_processes", **asdict(engine.starts))
-        for index, (began, ended) in enumerate(engine.starts.imports):
-            events.span(f"imports of the engine's processes, {index}", began, ended)
+    for index, (began, ended) in enumerate(record.imports):
+        events.span(f"imports of the engine's processes, {index}", began, ended)
     return engine
 
 
@@ -221,7 +245,7 @@ def start_memory_stages(run: RunContext, engine: RolloutEngine) -> MemoryStages:
         engine,
         free_bytes,
         config.memory.resume,
-        holds_graphs=isinstance(engine, VerlEngine) and engine.holds_graphs,
+        holds_graphs=engine.holds_graphs,
         say=events.say,
         fact=events.fact,
     )
@@ -231,9 +255,7 @@ def start_memory_stages(run: RunContext, engine: RolloutEngine) -> MemoryStages:
     return memory
 
 
-def build_trainer(
-    run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord
-) -> tuple[Actor, Critic | None, Reference | None]:
+def build_trainer(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord) -> Learning:
     """Return the actor, the critic if advantages are GAE's, the reference if the KL counts. A collective call of all ranks."""
     config, device = run.config, run.world.device
     compute, master = getattr(torch, config.model.dtype), getattr(torch, config.model.master_dtype)
@@ -262,7 +284,20 @@ def build_trainer(
         if config.algorithm.kl_placement != "none":
             # It is never updated, so it can be kept in the dtype in which it computes.
             reference = Reference(load(compute), config, mesh, device)
-    return actor, critic, reference
+    movements: dict[str, Movement] = {
+        learner.role: Movement(role=learner.role, model=learner.model, config=config)
+        for learner in (actor, critic)
+        if learner
+    }
+    return Learning(
+        config=config,
+        world=run.world,
+        events=run.events,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        movements=movements,
+    )
 
 
 def build_sync_of_actor(run: RunContext, engine: RolloutEngine, actor: Actor, inputs: Inputs) -> WeightSync:

@@ -16,17 +16,27 @@ IMPORTS = {
     "cluster": {"config", "runtime"},
     "rollout": {"cluster", "config", "runtime"},
     "trainer": {"cluster", "config", "runtime"},
-    "weights": {"cluster", "config", "rollout", "runtime", "trainer"},
+    "weights": {"cluster", "config", "rollout", "runtime", "seeds", "trainer"},
     "metrics": {"cluster", "rollout", "task", "trainer"},
     "movement": {"config", "metrics", "trainer", "weights"},
-    "ppo": {"cluster", "config", "metrics", "movement", "rollout", "runtime", "task", "trainer", "weights"},
+    "seeds": set(),
+    "rollouts": {"cluster", "config", "metrics", "rollout", "runtime", "seeds", "task", "trainer"},
+    "learning": {"cluster", "config", "metrics", "movement", "runtime", "seeds", "trainer", "weights"},
+    "ppo": {"config", "learning", "metrics", "rollout", "rollouts", "runtime", "trainer", "weights"},
+    "half_runs": {"config", "learning", "metrics", "rollout", "rollouts", "runtime", "trainer"},
     "checkpoint": {"cluster", "config", "runtime", "trainer", "weights"},
     "observer": set(),
     "inputs": {"cluster", "config", "observer", "rollout", "runtime", "task", "trainer", "weights"},
-    "build": {"cluster", "inputs", "movement", "observer", "ppo", "rollout", "runtime", "trainer", "weights"},
-    "train": {"build", "checkpoint", "cluster", "config", "inputs", "metrics", "observer", "ppo", "runtime", "weights"},
+    "build": {
+        "cluster", "half_runs", "inputs", "learning", "movement", "observer", "ppo", "rollout", "rollouts", "runtime", "seeds",
+        "trainer", "weights",
+    },
+    "train": {
+        "build", "checkpoint", "cluster", "config", "inputs", "metrics", "movement", "observer", "ppo", "rollouts", "runtime",
+        "weights",
+    },
     "run": {"cluster", "config", "observer", "rollout", "runtime", "task"},
-}
+}  # fmt: skip
 """Rooms of the reference -> what each may import besides itself. The tools are in none of them."""
 TOOLS = {
     "agreement": {"ranks"},

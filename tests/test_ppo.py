@@ -10,8 +10,8 @@ import torch
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.world import World
 from harness.metrics import accept_length, replay_metrics, response_metrics, routing_metrics, validation_metrics
-from harness.ppo import Ppo
 from harness.rollout.responses import Response, StaleWeights
+from harness.rollouts import Rollouts
 from harness.runtime.events import EventLog
 from harness.task.data import Prompt, PromptSampler, Row
 from harness.tools.command_line import parse
@@ -38,6 +38,9 @@ class Tokenizer:
 class EchoEngine:
     """Answers each prompt with its first token, and remembers what it was asked."""
 
+    def seed(self, number: int) -> None:
+        """Nothing here is drawn."""
+
     def __init__(self, **told: str) -> None:
         """told: in the meta_info of each answer."""
         self.told = told
@@ -55,15 +58,15 @@ class EchoEngine:
         return [{"output_ids": ids[:1], "meta_info": end | self.told} for ids, end in zip(input_ids, ends, strict=True)]
 
 
-def rank_of(words: str, rank: int, engine: Any, folder: Path) -> Ppo:
-    """A rank that only generates, of a mesh whose other ranks this test does not need."""
+def rank_of(words: str, rank: int, engine: Any, folder: Path) -> Rollouts:
+    """A rank of a mesh whose other ranks this test does not need."""
     config = parse(words.split()).config
     dims = ParallelDims.of(config.parallel)
     world = World(
         rank=rank, world_size=dims.world_size, local_rank=rank, host="here", device=torch.device("cpu"), locations=()
     )
     prompts = [prompt(index) for index in range(8)]
-    return Ppo(
+    return Rollouts(
         config=config,
         world=world,
         dims=dims,
@@ -73,13 +76,6 @@ def rank_of(words: str, rank: int, engine: Any, folder: Path) -> Ppo:
         tokenizer=Tokenizer(),
         reward=lambda text, row: float(text == "2"),
         engine=engine,
-        memory=None,
-        sync=None,
-        verification=None,
-        actor=None,
-        critic=None,
-        reference=None,
-        saved=None,
     )
 
 

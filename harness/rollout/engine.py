@@ -6,6 +6,7 @@ in PPO or in the sync: tests/rollout/http_engine.py reaches a server over HTTP.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,6 +16,22 @@ from harness.rollout.engine_ranks import Group
 T = TypeVar("T")
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRecord:
+    """How an engine was started."""
+
+    arguments: Mapping[str, Any]
+    """All that its software was given."""
+    dropped_defaults: Sequence[str] = ()
+    """Defaults of the harness that this release does not have."""
+    forked: int = 0
+    """Processes that were forked from one that had imported SGLang (rollout/early_start.py)."""
+    why_spawned: str = ""
+    """Why the others were not; "" if nothing had been started early."""
+    imports: Sequence[tuple[float, float]] = ()
+    """When the imports of those that were started early began and ended, in UNIX seconds."""
 
 
 class RolloutEngine(Protocol):
@@ -41,8 +58,15 @@ class RolloutEngine(Protocol):
         """Whether release and resume move memory; if not, they do nothing."""
 
     @property
+    def holds_graphs(self) -> bool:
+        """Whether the tag "cuda_graph" is among what release and resume move."""
+
+    @property
     def can_ask(self) -> bool:
         """Whether `ask` works. Without it weights cannot be read back, and only log-probs show whether they arrived."""
+
+    def record(self) -> "EngineRecord":
+        """Return how the engine was started, for the run's events."""
 
     def generate(
         self,

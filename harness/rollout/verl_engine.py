@@ -29,7 +29,7 @@ from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
 from harness.rollout.defaults import Preset, engine_defaults, without_models_code
 from harness.rollout.early_start import variables_of_engine
-from harness.rollout.engine import NamedTensors
+from harness.rollout.engine import EngineRecord, NamedTensors
 from harness.rollout.engine_errors import EngineFailed, in_one_line
 from harness.rollout.engine_ranks import Group, gather_failures, locate_ranks
 from harness.rollout.forked_processes import Starts
@@ -211,6 +211,17 @@ class VerlEngine:
     def holds_graphs(self) -> bool:
         """Whether the tag "cuda_graph" moves memory: the memory saver holds the CUDA graphs."""
         return self.has_memory_saver and holds_graphs(self.api, self.engine_args, os.environ)
+
+    def record(self) -> EngineRecord:
+        """Return the arguments, the harness's defaults among them, and how the processes on this host were started."""
+        starts = self.starts
+        return EngineRecord(
+            arguments=self.engine_args,
+            dropped_defaults=self.dropped_defaults,
+            forked=starts.forked,
+            why_spawned=starts.why_spawned,
+            imports=starts.imports,
+        )
 
     @property
     def starts(self) -> Starts:

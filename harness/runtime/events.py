@@ -84,6 +84,8 @@ class EventLog:
     """Durations of finished phases by name, in seconds."""
     step_phases: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
     """Step -> phase -> seconds in total and the memory at its end, for phases that have finished."""
+    step: int | None = None
+    """The PPO step that this rank is in, which phases and facts are of."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _file: IO[str] | None = None
 
@@ -117,9 +119,18 @@ class EventLog:
             self.console.say(text)
 
     @contextmanager
-    def phase(self, name: str, step: int | None = None, waiting_for: str = "") -> Iterator[None]:
-        """Mark a phase. With `waiting_for`, the console prints every few seconds what a long one waits for."""
-        started = time.monotonic()
+    def in_step(self, index: int) -> Iterator[None]:
+        """Make what happens in this block part of a step."""
+        self.step = index
+        try:
+            yield
+        finally:
+            self.step = None
+
+    @contextmanager
+    def phase(self, name: str, waiting_for: str = "") -> Iterator[None]:
+        """Mark a phase of the step. With `waiting_for`, the console prints every few seconds what a long one waits for."""
+        started, step = time.monotonic(), self.step
         self.fact("phase_start", phase=name, step=step)
         if self.gauge:
             self.gauge.begin()

@@ -25,7 +25,7 @@ from harness.cluster.ports import PortLease
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cpu_environment
 from harness.rollout.defaults import engine_defaults
-from harness.rollout.engine import NamedTensors
+from harness.rollout.engine import EngineRecord, NamedTensors
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.update_group import UpdateGroup
@@ -45,6 +45,7 @@ class HttpEngine:
 
     nnodes = 1
     has_memory_saver = False
+    holds_graphs = False
     can_ask = False
 
     def __init__(self, device_mesh_cpu: DeviceMesh, *, log_dir: Path, base_port: int = 30000, **arguments: Any) -> None:
@@ -79,6 +80,9 @@ class HttpEngine:
         }
         answers: list[dict[str, Any]] = self._on_head(lambda: self._post("generate", **asked))
         return answers
+
+    def record(self) -> EngineRecord:
+        return EngineRecord(arguments=self._arguments)
 
     def seed(self, number: int) -> None:
         """Do nothing: SGLang's server has no call for it."""

@@ -75,7 +75,7 @@ def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
 def test_a_phase_has_a_start_an_end_seconds_and_memory(tmp_path: Path) -> None:
     log = log_at(tmp_path)
     for step in range(2):
-        with log.phase("sync", step):
+        with log.in_step(step), log.phase("sync"):
             time.sleep(0.02)
     log.close()
     start, end, *_ = lines(log.path)
@@ -88,7 +88,7 @@ def test_a_phase_has_a_start_an_end_seconds_and_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt("no")])
 def test_a_failed_phase_says_so_and_does_not_end(error: BaseException, tmp_path: Path) -> None:
     log = log_at(tmp_path)
-    with pytest.raises(type(error)), log.phase("sync", 1):
+    with pytest.raises(type(error)), log.in_step(1), log.phase("sync"):
         raise error
     log.close()
     assert [line["event"] for line in lines(log.path)] == ["phase_start", "phase_failed"]
@@ -101,7 +101,7 @@ def test_a_long_phase_says_what_it_waits_for_until_it_ends(tmp_path: Path, monke
     stream = io.StringIO()
     log = log_at(tmp_path, Console(stream, launched=time.time() - 100))
     before, deadline = set(threading.enumerate()), time.monotonic() + 60
-    with log.phase("sync", 0, waiting_for="all ranks"):
+    with log.in_step(0), log.phase("sync", waiting_for="all ranks"):
         while len(stream.getvalue().splitlines()) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
     log.close()
@@ -149,9 +149,9 @@ class Watcher(Observer):
 def test_observers_are_called_around_phases_and_at_a_failure_each_in_order(tmp_path: Path) -> None:
     first, second = Watcher(), Watcher()
     log = EventLog(tmp_path / "rank3.jsonl", 3, "here", watcher=Observers([first, second]))
-    with log.phase("sync", 0):
+    with log.in_step(0), log.phase("sync"):
         assert first.calls == second.calls == [("begins", "sync")]
-    with pytest.raises(ValueError, match="no"), log.phase("generate", 0):
+    with pytest.raises(ValueError, match="no"), log.in_step(0), log.phase("generate"):
         raise ValueError("no")
     log.fail("ValueError: no", traceback="where")
     assert first.calls[1:3] == [("ends", "sync"), ("begins", "generate")]

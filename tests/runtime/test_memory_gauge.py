@@ -13,10 +13,10 @@ from harness.runtime.units import MIB
 
 def test_a_gauge_without_a_gpu_reads_host_memory_through_the_event_log(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "rank0.jsonl", 0, "here", gauge=MemoryGauge(None, None))
-    with log.phase("run"), log.phase("sync", 1):
-        with log.phase("readback", 1):
+    with log.phase("run"), log.in_step(1), log.phase("sync"):
+        with log.in_step(1), log.phase("readback"):
             pass
-        with log.phase("readback", 1):
+        with log.in_step(1), log.phase("readback"):
             pass
     assert list(log.step_phases) == [1] and log.step_phases[1]["sync"]["rss"] > 10 * MIB
     assert log.step_phases[1]["readback"]["seconds"] == sum(log.seconds["readback"]) > 0
@@ -106,9 +106,9 @@ def test_the_peak_of_reserved_memory_counts_when_a_phase_frees_the_cache(cuda: F
 def test_a_phase_that_fails_and_is_caught_leaves_the_one_around_it_as_it_is(cuda: FakeCuda, tmp_path: Path) -> None:
     log = EventLog(tmp_path / "rank0.jsonl", 0, "here", gauge=MemoryGauge(0, 0))
     cuda.hold(5)
-    with log.phase("generate", 0):
+    with log.in_step(0), log.phase("generate"):
         cuda.hold(10)
-        with suppress(ValueError), log.phase("validate", 0):
+        with suppress(ValueError), log.in_step(0), log.phase("validate"):
             cuda.hold(30)
             raise ValueError
     figures = log.step_phases[0]["generate"]

@@ -1,9 +1,8 @@
 """Ppo.learn on fixed responses, on real ranks, and what its optimizers did; against float64.py."""
 
 from contextlib import nullcontext
-from dataclasses import MISSING, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from harness.config.schema import Config
+from harness.learning import Learning
 from harness.movement import Movement
-from harness.ppo import Ppo
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
@@ -55,20 +54,23 @@ def local_batch(rows: list[FixedResponse]) -> Batch:
     )
 
 
-def build(config: Config, path: str, mesh: DeviceMesh) -> Ppo:
+def build(config: Config, path: str, mesh: DeviceMesh) -> Learning:
     """Only with what learns."""
     attention, _ = choose_attention(AutoConfig.from_pretrained(path), "auto", config.model.packed)
     load: dict[str, Any] = {"path": path, "dtype": torch.float32, "device": CPU, "mesh": mesh, "attention": attention}
     critic = Critic(load_causal_lm(**load, value_head=True), config, mesh, CPU) if config.algorithm.has_critic else None
-    missing: dict[str, Any] = {each.name: None for each in fields(Ppo) if each.default is MISSING}
-    missing["events"] = SimpleNamespace(phase=lambda *words: nullcontext())
-    missing["world"] = SimpleNamespace(rank=dist.get_rank())
     actor = Actor(load_causal_lm(**load), config, mesh, CPU)
     reference = Reference(load_causal_lm(**load), config, mesh, CPU)
-    models = {"actor": actor, "critic": critic, "reference": reference}
     learners = {each.role: each for each in (actor, critic) if each}
-    movements = {role: Movement(role=role, model=each.model, config=config) for role, each in learners.items()}
-    return Ppo(**missing | models | {"config": config, "movements": movements})
+    return Learning(
+        config=config,
+        world=cast(Any, SimpleNamespace(rank=dist.get_rank())),
+        events=cast(Any, SimpleNamespace(phase=lambda *words: nullcontext())),
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        movements={role: Movement(role=role, model=each.model, config=config) for role, each in learners.items()},
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ def run_harness(rank: int, config: Config, path: str, rows: list[FixedResponse])
     return {"steps": steps, "minibatches": minibatches, "before": before, "after": after, "metrics": metrics}
 
 
-def estimated(ppo: Ppo, batch: Batch) -> PpoStep:
+def estimated(ppo: Learning, batch: Batch) -> PpoStep:
     """Advantages, and with a critic returns, of the responses of all ranks."""
     assert ppo.reference
     with ppo.reference.on_device():

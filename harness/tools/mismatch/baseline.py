@@ -56,9 +56,8 @@ class Baseline:
 
     def __post_init__(self) -> None:
         """Compute the trainer's log-probs, and how far the engine's are from them."""
-        assert self.parts.actor and self.parts.engine
-        self.model: nn.Module = self.parts.actor.model
-        self.group = self.parts.engine.group
+        self.model: nn.Module = self.parts.learning.actor.model
+        self.group = self.parts.rollouts.engine.group
         self.weights = self.run.folder / WEIGHTS
         is_quantized = self.run.config.model.rollout_precision != "same"
         self.sent = self.run.folder / SENT if is_quantized else self.weights
@@ -229,7 +228,6 @@ class Baseline:
 
     def save_weights(self) -> None:
         """Write the trainer's weights to a folder of the run, and, if they were sent quantized, those to another one."""
-        assert self.parts.sync
         with self.run.events.phase("save_weights", waiting_for="rank 0 to write the weights as they were sent"):
             self.parts.sync.save_model(self.weights, self.inputs.model_folder)
             if self.sent != self.weights:
@@ -238,10 +236,7 @@ class Baseline:
 
     def shut_down(self) -> None:
         """End the run's own engine."""
-        assert self.parts.sync and self.parts.engine
-        with self.run.events.phase("shutdown", waiting_for="the engine's processes to end"):
-            self.parts.sync.close()
-            self.parts.engine.shutdown()
+        self.parts.shut_down()
 
 
 def engine_outputs(engine: RolloutEngine, ids: list[int], pattern: str) -> list[Outputs]:

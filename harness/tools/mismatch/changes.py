@@ -106,7 +106,9 @@ class Changes:
         An engine cannot be made to decode given tokens, so these are others.
         """
         base, run = self.baseline, self.baseline.run
-        batch = changed.call(lambda engine: replace(base.parts, engine=engine).generate(0))
+        rollouts = base.parts.rollouts
+        prompts = rollouts.engine_prompts(0)
+        batch = changed.call(lambda engine: replace(rollouts, engine=engine).batch_of(prompts))
         assert batch is not None, "every rank uses an engine that is not alone"
         trained = trainer_scores(
             base.model, run.config, base.meshes.fsdp, run.world.device, batch, temperature=base.decode_temperature

@@ -66,16 +66,17 @@ def prove_weights(parts: Ppo) -> str:
     of what is sent, and would not show a sender that rounds it. Raise Found if the weights differ.
     """
     verification = parts.verification
-    assert verification and parts.memory and parts.engine
+    engine = parts.rollouts.engine
     if has_loaded := verification.load_baseline():
-        if parts.engine.can_ask:
-            verification.own_checkpoint = snapshot_weights(parts.engine)
+        if engine.can_ask:
+            verification.own_checkpoint = snapshot_weights(engine)
         parts.memory.release_all()
     try:
-        parts.sync_weights(0)
+        with parts.events.in_step(0):
+            parts.sync_weights(0)
     except WeightsDidNotArrive as error:
         raise Found(f"SOURCE: weights: {error}") from error
-    if has_loaded and parts.engine.can_ask:
+    if has_loaded and engine.can_ask:
         return f", and what SGLang itself loads from {verification.source}"
     why = verification.why_no_baseline or "this engine cannot be asked what it holds"
     return f"; they were not compared with SGLang's own load of the checkpoint, as {why}"
@@ -93,17 +94,17 @@ def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
 
     Raise Found if the engine scores other tokens than it was given.
     """
-    assert parts.engine and parts.actor
-    with run.events.phase("generate", 0, "the engine's responses; kernels may compile"):
-        batch = parts.generate(0)
+    engine = parts.rollouts.engine
+    with run.events.phase("generate", "the engine's responses; kernels may compile"):
+        batch = parts.generate_again(0)
     scored = {}
     with run.events.phase("engine_scores", waiting_for="the engine to score the same tokens by prefill"):
         for how in FROM_EMPTY:
-            found = engine_scores(parts.engine.group, calling(parts.engine), batch, how)
+            found = engine_scores(engine.group, calling(engine), batch, how)
             if wrong := [each for some in all_gather(found.wrong_tokens) for each in some]:
                 raise Found(f"SOURCE: tokens: engine and trainer do not score the same ones: {wrong[0]}")
             scored[how] = found.log_probs
-        again = engine_scores(parts.engine.group, calling(parts.engine), batch).log_probs
+        again = engine_scores(engine.group, calling(engine), batch).log_probs
     run.events.say("tokens: the engine scored those that it was given")
     rows = [row for some in all_gather(sequences_of(batch)) for row in some]
     decode = batch.require("rollout_log_probs")
@@ -115,16 +116,16 @@ def search_sources(baseline: Baseline, parts: Ppo, serving: Serving, started: Se
 
     started: what the engines' processes are forked from on a CPU.
     """
-    assert parts.engine
+    engine = parts.rollouts.engine
     run, config, dtype = baseline.run, baseline.run.config, baseline.run.config.model.dtype
     with run.events.phase("trainer_scores", waiting_for="the trainer's log-probs of the same tokens"):
         sources = baseline.without_restart()
     with run.events.phase("record", waiting_for="what the modules of engine and trainer compute for one sequence"):
-        fields = baseline.different_fields(parts.engine)
-        compared, flips = baseline.compare_outputs(calling(parts.engine))
+        fields = baseline.different_fields(engine)
+        compared, flips = baseline.compare_outputs(calling(engine))
         where = ""
     with run.events.phase("routers", waiting_for="the engine to score the same tokens with routers in float32"):
-        sources += baseline.exact_router_of_engine(parts.engine)
+        sources += baseline.exact_router_of_engine(engine)
     baseline.save_weights()
     baseline.shut_down()
     of_engine = list(engine_changes(config, serving))

@@ -25,7 +25,7 @@ from harness.rollout.verl_engine import VerlEngine
 from harness.task.data import Prompt
 from harness.tools.step_bench.sglang_bench import offline_throughput
 from harness.tools.sync.bench import all_gather_row
-from harness.train import gather_phases, shut_down, start_record
+from harness.train import gather_phases, start_record
 from harness.trainer.batch import Batch
 
 MATMULS = 20
@@ -81,12 +81,11 @@ class StepBench:
         record = start_record(run)
         run, inputs = read_inputs(run)
         ppo = build(run, inputs, record)
-        assert ppo.actor  # launch/step_bench.py refuses half a run
         if self.prompt_tokens:
-            model: Any = ppo.actor.model
+            model: Any = ppo.learning.actor.model
             vocabulary = model.config.get_text_config().vocab_size  # a tokenizer may have more
-            made = random_prompts(ppo.prompts.prompts, self.prompt_tokens, vocabulary)
-            ppo.prompts = replace(ppo.prompts, prompts=made)
+            made = random_prompts(ppo.rollouts.prompts.prompts, self.prompt_tokens, vocabulary)
+            ppo.rollouts.prompts = replace(ppo.rollouts.prompts, prompts=made)
         ppo.take_baseline()
         steps, tokens = [], []
         for index in range(1 + self.repeats):
@@ -104,7 +103,7 @@ class StepBench:
         events.say("measuring the limits")
         with events.phase("bench", waiting_for="SGLang's bench and the trainer's matrix rate"):
             limits, rate, sampling_seconds = measure_limits(ppo, 1 + self.repeats, tokens[-1][0])
-        shut_down(ppo)
+        ppo.shut_down()
         seconds = {phase: median(step.get(phase, 0.0) for step in steps) for phase in steps[0]}
         table = StepTable(
             preset=run.config.engine.preset,
@@ -133,21 +132,22 @@ def measure_limits(ppo: Ppo, index: int, tokens: float) -> tuple[dict[str, float
 
     tokens: how many the measured steps computed. A collective call of all ranks; step `index` is rolled out for it.
     """
-    assert ppo.memory and ppo.sync and ppo.actor
-    actor = ppo.actor
-    rollout, metrics = ppo.rollout(index)
+    actor = ppo.learning.actor
+    with ppo.events.in_step(index):
+        rollout, metrics = ppo.rollout(index)
     scale, config = tokens / metrics["tokens"], ppo.config
-    rate = matmul_flops(ppo.world.device, getattr(torch, config.model.dtype))
+    rate = matmul_flops(ppo.rollouts.world.device, getattr(torch, config.model.dtype))
     forward = forward_flops(lambda: actor.log_probs(rollout), actor) / sum(all_gather(rate)) * scale
     limits = {"old_log_probs": forward, "update_actor": BACKWARD * forward * config.actor.ppo_epochs}
-    if ppo.reference:
+    if ppo.learning.reference:
         limits["reference_log_probs"] = forward
-    if critic := ppo.critic:
+    if critic := ppo.learning.critic:
         limits["values"] = forward_flops(lambda: critic.values(rollout), critic) / sum(all_gather(rate)) * scale
         limits["update_critic"] = BACKWARD * limits["values"] * config.critic.ppo_epochs
-    ppo.sync_weights(index)
+    with ppo.events.in_step(index):
+        ppo.sync_weights(index)
     with actor.on_device():
-        limits["sync"] = all_gather_row(ppo.sync.weights, ppo.world, repeats=5).seconds
+        limits["sync"] = all_gather_row(ppo.sync.weights, ppo.rollouts.world, repeats=5).seconds
     limits["generate"], sampling_seconds = (
         sglangs_bench(ppo, index, rollout, sampling) for sampling in (None, config.rollout.sampling)
     )
@@ -161,9 +161,11 @@ def sglangs_bench(ppo: Ppo, index: int, rollout: Batch, sampling: Mapping[str, f
     sampling: as for offline_throughput.
     """
     repeated = [
-        each.input_ids for each in ppo.engine_prompts(index) for _ in range(ppo.config.rollout.responses_per_prompt)
+        each.input_ids
+        for each in ppo.rollouts.engine_prompts(index)
+        for _ in range(ppo.config.rollout.responses_per_prompt)
     ]
-    engine = ppo.engine
+    engine = ppo.rollouts.engine
     assert isinstance(engine, VerlEngine), "SGLang's bench calls an sglang.Engine"
     lengths = [
         length for part in engine.group.all_gather(rollout.response_mask.sum(-1).tolist()).values() for length in part

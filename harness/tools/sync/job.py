@@ -85,10 +85,11 @@ class SyncJob:
         """Change every tensor, sync, read back, again and again. Raise WeightsDidNotArrive at the first difference."""
         for index in range(self.syncs):
             perturb(sync.held_tensors(), seed=index)
-            with run.events.phase("sync", index, "the weights of all ranks to reach the engine"):
-                sync.update_engine()
-            with run.events.phase("readback", index, "the engine's weights, to compare them"):
-                found = read_back(sync.weights, sync.loader)
+            with run.events.in_step(index):
+                with run.events.phase("sync", "the weights of all ranks to reach the engine"):
+                    sync.update_engine()
+                with run.events.phase("readback", "the engine's weights, to compare them"):
+                    found = read_back(sync.weights, sync.loader)
             wrong = found.differences
             refuse(wrong, f"sync {index}: {len(wrong)} tensors are not what was sent")
         seconds = run.events.seconds["sync"][-self.syncs :]

@@ -32,6 +32,7 @@ from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.served_models import DRAFT, STALE_DRAFT
 from harness.rollout.sglang_api.prefix_cache import cached_prefix_tokens
 from harness.runtime.events import EventLog
+from harness.seeds import seed_of
 from harness.trainer.batch import Batch
 from harness.weights.log_probs import (
     FACTOR,
@@ -63,8 +64,8 @@ from harness.weights.verification.summary import mismatch_of_precisions, report_
 from harness.weights.worker.coverage import LoadCoverage
 from harness.weights.worker.kept_copies import find_copies
 
-Generate = Callable[[int], Batch]
-"""Return the engine's responses to a step's prompts, with its log-probs of them."""
+Generate = Callable[[], Batch]
+"""Return the engine's responses to the step's prompts, with its log-probs of them."""
 Score = Callable[[Batch], Scored]
 """Return a batch with the trainer's log-probs of it."""
 Level = Literal["off", "log_probs", "bytes", "full"]
@@ -275,23 +276,23 @@ class Verification:
 
     # Around a sync
 
-    def poison(self, index: int) -> None:
+    def poison(self) -> None:
         """log_probs: before a sync, overwrite in the engine what it is to fill, so that whatever it does not bring shows."""
         if self.reaches("log_probs") and self.sync.engine.can_ask:
-            with self.timed("poison", index, "the engine to overwrite its weights"):
-                left = self.sync.loader.poison(index)
+            with self.timed("poison", "the engine to overwrite its weights"):
+                left = self.sync.loader.poison(self.events.step or 0)
             everyone = dict.fromkeys(name for names in all_gather(left) for name in names)
             self.not_covered |= {
                 f"{name} is of a dtype that cannot be overwritten before a sync": None for name in everyone
             }
 
-    def rehearse(self, index: int, generate: Generate, score: Score) -> None:
+    def rehearse(self, generate: Generate, score: Score) -> None:
         """full: before a sync, rehearse it with changed weights, onto poison."""
         if self.reaches("full"):
-            self.poison(index)
-            self._sync_changed_weights(index, generate, score)
+            self.poison()
+            self._sync_changed_weights(generate, score)
 
-    def _sync_changed_weights(self, index: int, generate: Generate, score: Score) -> None:
+    def _sync_changed_weights(self, generate: Generate, score: Score) -> None:
         """Sync changed weights onto the poison, read them back, compare log-probs on them, and compare with a reload from disk.
 
         So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs. What the
@@ -299,44 +300,44 @@ class Verification:
         changed weights are far from them. That holds for what the trainer never moves too, but not for the draft model, which
         decides no log-prob.
         """
-        sync, seed, folder = self.sync, self.config.run.seed * 1_000_003 + index, self.make_reload_folder()
+        sync, seed, folder = self.sync, seed_of(self.config.run.seed, self.events.step or 0), self.make_reload_folder()
         tensors = sync.held_tensors()
-        with self.timed("perturb", index):
+        with self.timed("perturb"):
             perturb(tensors, seed)
         try:
-            with self.timed("push", index, "all ranks to sync changed weights"):
+            with self.timed("push", "all ranks to sync changed weights"):
                 sync.update_engine()
-            self.check_bytes(index, "a sync of changed weights")
-            with self.timed("save", index, "rank 0 to write the changed weights to disk"):
+            self.check_bytes("a sync of changed weights")
+            with self.timed("save", "rank 0 to write the changed weights to disk"):
                 sync.save(folder, self.source)
                 dist.barrier()
-            with self.timed("generate", index, "the engine's responses with changed weights"):
+            with self.timed("generate", "the engine's responses with changed weights"):
                 self.memory.resume_kv_cache()
-                batch = generate(index)
-            self.find_copies(index)
-            with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
+                batch = generate()
+            self.find_copies()
+            with self.timed("reload", "the engine to reload the changed weights from disk, for comparison"):
                 found = compare_with_reload(self.sync.loader, self.prompts, folder)
             self.memory.release_all()  # the trainer computes without the engine's memory beside it, as in a step
-            self.refuse_reload(found, index)
+            self.refuse_reload(found)
             usual = self.rounding
-            with self.timed("changed_log_probs", index, "the trainer's log-probs with changed weights"):
+            with self.timed("changed_log_probs", "the trainer's log-probs with changed weights"):
                 scored = score(batch)
                 difference = scored.difference()
                 if self.allowed.violations(difference):  # these weights may round otherwise
                     self.measure_rounding(scored, difference)
-            self.check_changed_log_probs(index, difference)
+            self.check_changed_log_probs(difference)
             self.rounding = usual
         finally:
-            with self.timed("perturb", index):
+            with self.timed("perturb"):
                 perturb(tensors, seed)
         self.memory.resume_weights()
 
-    def check_changed_log_probs(self, index: int, difference: LogProbDifference) -> None:
+    def check_changed_log_probs(self, difference: LogProbDifference) -> None:
         """full: raise WeightsDidNotArrive if the engine's log-probs on changed weights, which it holds, are not the trainer's."""
-        self.events.fact("changed_log_prob_difference", step=index, **difference.metrics())
+        self.events.fact("changed_log_prob_difference", step=self.events.step, **difference.metrics())
         if violations := self.allowed.violations(difference):
             raise WeightsDidNotArrive(
-                f"step {index}: on changed weights, which the engine holds as they were sent, its log-probs are off by"
+                f"{self.when}: on changed weights, which the engine holds as they were sent, its log-probs are off by"
                 f" {', '.join(violations)}; largest {difference.largest:.2e}: {self._why_changed_differ}"
             )
 
@@ -361,24 +362,24 @@ class Verification:
         """Whether the last sync is compared with a reload: log-probs of an engine in another precision do not show it."""
         return self.reaches("bytes") and self.precision != self.config.model.dtype
 
-    def save_last(self, index: int) -> None:
+    def save_last(self) -> None:
         """After the last sync, if `reloads_last`: write what was sent, as the engine loads it."""
-        if self.reloads_last and index == self.config.run.steps:
-            with self.timed("save", index, "rank 0 to write the quantized weights to disk"):
+        if self.reloads_last and self.events.step == self.config.run.steps:
+            with self.timed("save", "rank 0 to write the quantized weights to disk"):
                 self.last_saved = self.make_reload_folder()
                 self.sync.save(self.last_saved, self.source)
                 dist.barrier()
 
-    def check_last(self, index: int) -> None:
+    def check_last(self) -> None:
         """Then, once the engine can generate: raise WeightsDidNotArrive if a reload of that changes what it holds or computes."""
         if self.last_saved:
-            with self.timed("reload", index, "the engine to reload the quantized weights from disk, for comparison"):
-                self.refuse_reload(compare_with_reload(self.sync.loader, self.prompts, self.last_saved), index)
+            with self.timed("reload", "the engine to reload the quantized weights from disk, for comparison"):
+                self.refuse_reload(compare_with_reload(self.sync.loader, self.prompts, self.last_saved))
             self.last_saved, self.reloaded_last = None, True
 
-    def refuse_reload(self, found: ReloadComparison, index: int) -> None:
+    def refuse_reload(self, found: ReloadComparison) -> None:
         """Raise WeightsDidNotArrive if a reload of the same weights changed anything."""
-        what = f"step {index}: a reload of the same weights from disk changed"
+        what = f"{self.when}: a reload of the same weights from disk changed"
         refuse(found.changed, f"{what} what the engine holds")
         # How far the engine's precision takes it from the trainer says nothing about the engine and itself.
         bound = 0.0 if self.is_exact else self.own_bound
@@ -403,20 +404,20 @@ class Verification:
         on_cpu = self.world.device_type == "cpu" and not is_split
         return on_cpu or bool(arguments.get("enable_deterministic_inference"))
 
-    def check_arrival(self, index: int) -> None:
+    def check_arrival(self) -> None:
         """After a sync: raise WeightsDidNotArrive, naming checkpoint tensors, if the engine holds other weights."""
-        self.check_fingerprints(index)
-        self.check_bytes(index, "the sync")
-        self.check_first_sync(index)
+        self.check_fingerprints()
+        self.check_bytes("the sync")
+        self.check_first_sync()
 
-    def check_fingerprints(self, index: int) -> None:
+    def check_fingerprints(self) -> None:
         """log_probs: raise WeightsDidNotArrive unless the engine holds every tensor that can be followed."""
         if not self.reaches("log_probs"):
             return
-        after = f"step {index}: after the sync the engine"
-        with self.timed("fingerprints", index, "the fingerprints of what trainer and schedulers hold"):
+        after = f"{self.when}: after the sync the engine"
+        with self.timed("fingerprints", "the fingerprints of what trainer and schedulers hold"):
             self.sums = trainer_sums(self.sync)
-            refuse(self.sums.sent_otherwise, f"step {index}: the sync sent other values than the trainer's model holds")
+            refuse(self.sums.sent_otherwise, f"{self.when}: the sync sent other values than the trainer's model holds")
             if not self.sync.engine.can_ask:
                 return
             with self.sync.engine.weight_update():  # one session for all
@@ -439,28 +440,28 @@ class Verification:
             self.not_covered["whether the prefix cache is empty after a sync: this SGLang's cannot be found"] = None
         return [f"{tokens} tokens in that of rank {rank}" for rank, tokens in enumerate(everyone) if tokens]
 
-    def check_bytes(self, index: int, what: str) -> None:
+    def check_bytes(self, what: str) -> None:
         """bytes: raise WeightsDidNotArrive unless the engine holds what was sent."""
         if self.reaches("bytes"):
-            with self.timed("readback", index, "every tensor to be read back from the engine"):
+            with self.timed("readback", "every tensor to be read back from the engine"):
                 wrong = self.differences()
-            refuse(wrong, f"step {index}: after {what} the engine holds other weights")
+            refuse(wrong, f"{self.when}: after {what} the engine holds other weights")
 
-    def check_first_sync(self, index: int) -> None:
+    def check_first_sync(self) -> None:
         """bytes: raise WeightsDidNotArrive unless the first sync, of unchanged weights, leaves what SGLang itself loaded.
 
         The only check that does not trust our names: two experts swapped in them would be read back swapped.
         """
         if self.own_checkpoint is not None:
-            with self.timed("first_sync", index, "the engine's weights, to compare them with its own load from disk"):
+            with self.timed("first_sync", "the engine's weights, to compare them with its own load from disk"):
                 wrong = changed_tensors(self.sync.loader, self.own_checkpoint)
             self.own_checkpoint = None
             source = f"it loaded itself from {self.source}"
-            refuse(wrong, f"step {index}: after the first sync the engine holds other weights than {source}")
+            refuse(wrong, f"{self.when}: after the first sync the engine holds other weights than {source}")
 
     # After a rollout
 
-    def check_held(self, index: int) -> None:
+    def check_held(self) -> None:
         """log_probs: raise WeightsDidNotArrive unless the engine, once it has answered, holds what the sync brought.
 
         An update that is applied late, or taken back, shows here and not right after the sync.
@@ -468,15 +469,15 @@ class Verification:
         if self.reaches("log_probs") and self.sync.engine.can_ask and self.sums:
             self.sync.engine.flush_cache()  # SGLang must be idle
             waiting = "the schedulers' fingerprints of what they hold after the rollout"
-            with self.timed("held", index, waiting), self.sync.engine.weight_update():
+            with self.timed("held", waiting), self.sync.engine.weight_update():
                 found = compare_fingerprints(self.sync.weights, self.sync.loader, self.sums.sent)
                 now = self.sync.loader.other_tensors(derived=True)
-            what = f"step {index}: after the rollout the engine"
+            what = f"{self.when}: after the rollout the engine"
             refuse(found.wrong, f"{what} holds other weights than the sync brought")
             refuse(changed(self.after_sync, now), f"{what} has changed what no sync fills, or what is derived")
 
     @contextmanager
-    def check_computed(self, index: int, model: nn.Module) -> Iterator[None]:
+    def check_computed(self, model: nn.Module) -> Iterator[None]:
         """log_probs: raise WeightsDidNotArrive if the model's forward pass in this block uses other weights than it holds."""
         if not (self.reaches("log_probs") and self.sums):
             yield
@@ -487,21 +488,21 @@ class Verification:
         wrong = all_gather([name for name, found in computed.items() if found != held[name]])
         refuse(
             list(dict.fromkeys(name for each in wrong for name in each)),
-            f"step {index}: the trainer's forward pass computes with other weights than its parameters hold",
+            f"{self.when}: the trainer's forward pass computes with other weights than its parameters hold",
         )
 
-    def find_copies(self, index: int | None = None) -> None:
+    def find_copies(self) -> None:
         """log_probs: before the engine releases its memory, note the copies of its weights that it made to compute with.
 
         Raise WeightsDidNotArrive, naming it, if one that was noted before is not what its weight is now.
         """
         if self.reaches("log_probs") and self.sync.engine.can_ask:
-            with self.timed("copies", index):
+            with self.timed("copies"):
                 stale = describe_stale_copies(self.sync.engine)
                 self.sync.engine.ask(find_copies)
-            when = "on the model's own checkpoint" if index is None else f"step {index}"
             refuse(
-                stale, f"{when}: the engine has generated with old weights beside those that it holds ({STALE_COPY})"
+                stale,
+                f"{self.when}: the engine has generated with old weights beside those that it holds ({STALE_COPY})",
             )
 
     def check_routing(self, batch: Batch, own: torch.Tensor, used: torch.Tensor, differing: torch.Tensor) -> None:
@@ -511,12 +512,12 @@ class Verification:
             if wrong := wrong_routing_record(self.precision, engines, own, used, differing, mask):
                 raise WrongRoutingRecord(wrong)
 
-    def check_log_probs(self, index: int, difference: LogProbDifference, scored: Scored) -> None:
+    def check_log_probs(self, difference: LogProbDifference, scored: Scored) -> None:
         """log_probs: raise WeightsDidNotArrive, with what a second look shows, if the engine's log-probs are not the trainer's.
 
         scored: what the difference was computed from.
         """
-        self.events.fact("log_prob_difference", step=index, **difference.metrics())
+        self.events.fact("log_prob_difference", step=self.events.step, **difference.metrics())
         if not self.reaches("log_probs"):
             return
         # Without a baseline, and where weights have moved so far that rounding has grown, these tokens have the last word.
@@ -524,17 +525,17 @@ class Verification:
             self.measure_rounding(scored, difference)
         if violations := self.allowed.violations(difference):
             raise WeightsDidNotArrive(
-                f"step {index}: the engine's log-probs are off by {', '.join(violations)}; largest {difference.largest:.2e};"
-                f" {self.find_suspects(index, scored)}"
+                f"{self.when}: the engine's log-probs are off by {', '.join(violations)}; largest {difference.largest:.2e};"
+                f" {self.find_suspects(scored)}"
             )
         self.agreed += 1
 
-    def find_suspects(self, index: int, scored: Scored) -> str:
+    def find_suspects(self, scored: Scored) -> str:
         """Return what a second look at the same tokens shows, and which tensors of the engine differ from the trainer's."""
         if not self.sync.engine.can_ask:
             return "tensors cannot be read back from this engine"
-        with self.events.phase("find_suspects", index, "the weights to be synced again and read back"):
-            look = self.describe_second_look(scored, index)
+        with self.events.phase("find_suspects", "the weights to be synced again and read back"):
+            look = self.describe_second_look(scored)
             try:
                 if not self.sync.engine.has_memory_saver:  # else the look has synced them
                     self.sync.update_engine()  # the same sync goes wrong the same way
@@ -543,12 +544,12 @@ class Verification:
                 listed = f"unknown, as the search for them failed ({type(error).__name__}: {error})"
         return f"engine tensors that differ from the trainer's: {listed}; {look}"
 
-    def describe_second_look(self, scored: Scored, index: int | None = None) -> str:
-        """Return what engine and trainer compute for the same tokens now, in a sentence. index: of the step; None: the baseline."""
+    def describe_second_look(self, scored: Scored) -> str:
+        """Return what engine and trainer compute for the same tokens now, in a sentence."""
         try:
             self.memory.resume_weights()
             if self.sync.engine.has_memory_saver:  # a released engine has lost its weights
-                if index is None:
+                if self.events.step is None:  # of the baseline
                     self.sync.restore_scales()
                     self.sync.engine.update_weights_from_disk(str(self.source))
                 else:
@@ -558,7 +559,7 @@ class Verification:
         except Exception as error:  # it must not hide the failure that was found first
             return f"a second look at the same tokens failed ({type(error).__name__}: {error})"
         earlier = ""
-        if index is not None and (self.agreed or self.baseline):
+        if self.events.step is not None and (self.agreed or self.baseline):
             earlier = "in the rollouts before" if self.agreed else "on the checkpoint that SGLang itself loaded"
         config = self.config.rollout
         return look.sentence(self.allowed, config.temperature, config.routing == "replay", earlier)
@@ -611,9 +612,14 @@ class Verification:
         asked, can_ask = self.config.weights.verify, self.sync.engine.can_ask
         return verdict_phrase(self.level, asked, can_ask, rollouts, self.allowed, list(self.not_covered), mismatch)
 
-    def timed(self, part: str, index: int | None = None, waiting_for: str = "") -> AbstractContextManager[None]:
+    def timed(self, part: str, waiting_for: str = "") -> AbstractContextManager[None]:
         """Return the phase verify_<part> of the event log."""
-        return self.events.phase(f"verify_{part}", index, waiting_for)
+        return self.events.phase(f"verify_{part}", waiting_for)
+
+    @property
+    def when(self) -> str:
+        """The step that the run is in, for a sentence."""
+        return "on the model's own checkpoint" if self.events.step is None else f"step {self.events.step}"
 
 
 def changed(before: Mapping[int, Mapping[str, int]], now: Mapping[int, Mapping[str, int]]) -> list[str]:

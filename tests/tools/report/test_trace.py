@@ -69,9 +69,9 @@ def engine_call(log: EventLog, name: str, ok: bool = True) -> None:
 
 def test_calls_of_the_engine_are_inside_their_phases(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events" / "rank1.jsonl", 1, "host0/x/y")
-    with log.phase("generate", 0):
+    with log.in_step(0), log.phase("generate"):
         engine_call(log, "generate")
-    with log.phase("sync", 1):
+    with log.in_step(1), log.phase("sync"):
         engine_call(log, "ask")
         engine_call(log, "update_weights_from_tensor", ok=False)
     log.fail("RuntimeError: api_key=abcdefghijklmnop")

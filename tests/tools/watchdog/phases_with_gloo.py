@@ -28,7 +28,7 @@ def phases_only(context: RunContext) -> str:
     for step in range(context.config.run.steps):
         for name in PHASES:
             if name not in (MEET, RUN):
-                with context.events.phase(name, step):
+                with context.events.in_step(step), context.events.phase(name):
                     dist.all_reduce(torch.ones(1))
                     time.sleep(IN_PHASE_SECONDS)
                     dist.all_reduce(torch.ones(1))

@@ -58,8 +58,14 @@ def tokens(apart: float = 0.0, own: float = 0.0, **look: float) -> Any:
 
 def check(checks: Verification, index: int, apart: float, **measured: float) -> Any:
     scored = tokens(apart, **measured)
-    checks.check_log_probs(index, scored.apart, scored)
+    at(checks, index).check_log_probs(scored.apart, scored)
     return scored
+
+
+def at(checks: Verification, step: int) -> Verification:
+    """The checks in a step of the run."""
+    checks.events.step = step
+    return checks
 
 
 def verification(folder: Path, level: Level = "log_probs", **parts: Any) -> WithoutEngine:
@@ -82,7 +88,7 @@ def difference(mean: float) -> LogProbDifference:
     return LogProbDifference(mean=mean, bulk=mean, tokens=256, sequence=part, position=part, **spread)
 
 
-def NEVER(_: Any) -> Any:
+def NEVER(*_: Any) -> Any:
     raise AssertionError("nothing is generated or computed")
 
 
@@ -131,23 +137,23 @@ def test_only_the_last_sync_of_another_precision_is_reloaded(tmp_path: Path) -> 
     saved: list[Path] = []
     engine = SimpleNamespace(can_ask=True)
     checks = fp8(tmp_path, sync=SimpleNamespace(save=lambda folder, source: saved.append(folder), engine=engine))
-    checks.save_last(checks.config.run.steps - 1)
-    checks.check_last(checks.config.run.steps - 1)
+    at(checks, checks.config.run.steps - 1).save_last()
+    checks.check_last()
     assert saved == [] and not checks.reloaded_last
 
 
 def test_a_reload_that_changes_anything_fails_however_far_the_trainer_is(tmp_path: Path) -> None:
     checks = fp8(tmp_path)
     checks.set_baseline(tokens(0.15))
-    checks.refuse_reload(ReloadComparison(changed=[], same_outputs=True, apart=0.0), 3)
+    at(checks, 3).refuse_reload(ReloadComparison(changed=[], same_outputs=True, apart=0.0))
     with pytest.raises(WeightsDidNotArrive, match=r"^step 3: a reload .* what the engine holds: a$"):
-        checks.refuse_reload(ReloadComparison(changed=["a"], same_outputs=True, apart=0.0), 3)
+        at(checks, 3).refuse_reload(ReloadComparison(changed=["a"], same_outputs=True, apart=0.0))
     with pytest.raises(WeightsDidNotArrive, match="greedy log-probs by 1.00e-06"):
-        checks.refuse_reload(ReloadComparison(changed=[], same_outputs=False, apart=1e-6), 3)
+        at(checks, 3).refuse_reload(ReloadComparison(changed=[], same_outputs=False, apart=1e-6))
     checks.world = SimpleNamespace(device_type="cuda")  # not deterministic, unless asked for
-    checks.refuse_reload(ReloadComparison(changed=[], same_outputs=False, apart=0.005), 3)
+    at(checks, 3).refuse_reload(ReloadComparison(changed=[], same_outputs=False, apart=0.005))
     with pytest.raises(WeightsDidNotArrive, match=r"by 1.00e-02 .* .allowed 0.0078"):
-        checks.refuse_reload(ReloadComparison(changed=[], same_outputs=False, apart=0.01), 3)
+        at(checks, 3).refuse_reload(ReloadComparison(changed=[], same_outputs=False, apart=0.01))
 
 
 @pytest.mark.parametrize("mean", [1e-5, 0.0])
@@ -279,41 +285,41 @@ def toy(tmp_path: Path, alone: None) -> tuple[Verification, ToySync]:
 def test_healthy_syncs_pass_and_count_what_was_compared(toy: tuple[Verification, ToySync]) -> None:
     checks, sync = toy
     for index in range(2):
-        checks.poison(index)
+        at(checks, index).poison()
         sync.update_engine()
-        checks.check_arrival(index)
-        checks.check_held(index)
+        at(checks, index).check_arrival()
+        at(checks, index).check_held()
     assert checks.sync_metrics()["sync_tensors_compared"] == len(SHAPES) - 1, "one is rounded, and loaded again"
 
 
 def test_a_sync_that_brings_nothing_fails_though_the_trainer_has_not_moved(toy: tuple[Verification, ToySync]) -> None:
     checks, sync = toy
     sync.update_engine()
-    checks.check_arrival(0)
-    checks.poison(1)
+    at(checks, 0).check_arrival()
+    at(checks, 1).poison()
     with pytest.raises(WeightsDidNotArrive, match="step 1: after the sync the engine holds other weights: .*down"):
-        checks.check_arrival(1)
+        at(checks, 1).check_arrival()
 
 
 def test_weights_that_change_after_the_check_are_named_after_the_rollout(toy: tuple[Verification, ToySync]) -> None:
     checks, sync = toy
     sync.update_engine()
-    checks.check_arrival(2)
+    at(checks, 2).check_arrival()
     sync.model.down.data[0, 0] += 1
     with pytest.raises(WeightsDidNotArrive, match="step 2: after the rollout the engine holds other .*: down"):
-        checks.check_held(2)
+        at(checks, 2).check_held()
 
 
 def test_a_buffer_that_no_sync_fills_must_stay_as_it_was(toy: tuple[Verification, ToySync]) -> None:
     checks, sync = toy
     sync.model.register_buffer("rotary", torch.ones(4), persistent=False)
     sync.update_engine()
-    checks.check_arrival(0)
+    at(checks, 0).check_arrival()
     sync.model.rotary.mul_(1.02)
     with pytest.raises(WeightsDidNotArrive, match="after the rollout .* has changed what no sync fills.*: rotary"):
-        checks.check_held(0)
+        at(checks, 0).check_held()
     with pytest.raises(WeightsDidNotArrive, match="has changed what no sync fills: rotary"):
-        checks.check_arrival(1)
+        at(checks, 1).check_arrival()
 
 
 def test_a_sender_that_sends_what_the_model_no_longer_holds_is_named_as_such(toy: tuple[Verification, ToySync]) -> None:
@@ -325,7 +331,7 @@ def test_a_sender_that_sends_what_the_model_no_longer_holds_is_named_as_such(toy
     with pytest.raises(
         WeightsDidNotArrive, match="sent other values than the trainer's model holds: down.down.weight$"
     ):
-        checks.check_arrival(1)
+        at(checks, 1).check_arrival()
 
 
 def test_keys_and_values_of_older_weights_are_named(
@@ -336,10 +342,10 @@ def test_keys_and_values_of_older_weights_are_named(
     cached = "harness.weights.verification.verification.cached_prefix_tokens"
     monkeypatch.setattr(cached, partial(lambda model, _, tokens: tokens, tokens=0))
     monkeypatch.setattr(sync.engine, "ask", lambda function, argument=None: function(sync.model, argument))
-    checks.check_arrival(0)
+    at(checks, 0).check_arrival()
     monkeypatch.setattr(cached, partial(lambda model, _, tokens: tokens, tokens=580))
     with pytest.raises(WeightsDidNotArrive, match="cache-not-flushed.: 580 tokens in that of rank 0"):
-        checks.check_arrival(1)
+        at(checks, 1).check_arrival()
 
 
 def test_a_copy_is_judged_after_the_rollout_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,11 +353,11 @@ def test_a_copy_is_judged_after_the_rollout_and_named(tmp_path: Path, monkeypatc
     checks = verification(tmp_path, sync=SimpleNamespace(engine=SimpleNamespace(can_ask=True, ask=asked.append)))
     stale: list[str] = []
     monkeypatch.setattr("harness.weights.verification.verification.describe_stale_copies", lambda engine: stale)
-    checks.find_copies(3)
+    at(checks, 3).find_copies()
     assert len(asked) == 1
     stale.append("gate.copy, a copy of gate.weight")
     with pytest.raises(WeightsDidNotArrive, match="^step 3: .* old weights .*: gate.copy, a copy of gate.weight$"):
-        checks.find_copies(3)
+        at(checks, 3).find_copies()
 
 
 @pytest.mark.parametrize(("has_baseline", "suspects"), [(True, True), (False, False)])
@@ -361,11 +367,11 @@ def test_log_probs_on_changed_weights_suspect_a_copy_only_if_they_once_agreed(
     checks = verification(tmp_path, "full")
     if has_baseline:
         checks.baseline = difference(1e-6)
-    checks.check_changed_log_probs(1, difference(1e-5))
+    at(checks, 1).check_changed_log_probs(difference(1e-5))
     with pytest.raises(
         WeightsDidNotArrive, match=r"^step 1: on changed weights.* in the mean \(allowed 1e-05\)"
     ) as raised:
-        checks.check_changed_log_probs(1, difference(2e-5))
+        at(checks, 1).check_changed_log_probs(difference(2e-5))
     assert ("(stale-copy-of-weights)" in str(raised.value)) == suspects
 
 
@@ -373,9 +379,9 @@ def test_an_engine_that_cannot_be_asked_is_judged_by_log_probs_alone(tmp_path: P
     checks = verification(tmp_path, "full")
     checks.sync.engine.can_ask = False
     assert checks.level == "log_probs" and not checks.reaches("bytes")
-    checks.rehearse(0, NEVER, NEVER)
-    checks.poison(0)
-    checks.check_held(0)
+    checks.rehearse(NEVER, NEVER)
+    at(checks, 0).poison()
+    at(checks, 0).check_held()
     assert not checks.load_baseline() and "cannot be overwritten" in checks.why_no_baseline
     with pytest.raises(WeightsDidNotArrive, match="tensors cannot be read back from this engine$"):
         check(checks, 0, 1.0)

@@ -1,0 +1,115 @@
+"""The trainer's half of a PPO step: log-probs of the responses, advantages, and the updates of critic and actor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from harness.cluster.world import World
+from harness.config.schema import Config
+from harness.metrics import Metrics, importance_clipped_share, replay_metrics, response_metrics, routing_metrics
+from harness.movement import Movement
+from harness.runtime.events import EventLog
+from harness.seeds import seed_of
+from harness.trainer.actor import Actor, Reference
+from harness.trainer.batch import Batch
+from harness.trainer.critic import Critic
+from harness.trainer.estimate import estimate_advantages
+from harness.trainer.learner import Learner
+from harness.trainer.over_ranks import token_mean
+from harness.weights.log_probs import LogProbDifference, log_prob_difference
+
+
+@dataclass(kw_only=True, slots=True)
+class OldLogProbs:
+    """What the actor computes for the responses before the step's updates. [B, T] each; response tokens count."""
+
+    log_probs: torch.Tensor
+    """With the experts that the engine took, if rollout.routing is "replay"."""
+    entropy: torch.Tensor
+    own: torch.Tensor
+    """With the actor's own experts; the same tensor as log_probs unless they are replayed."""
+    differing: torch.Tensor | None
+    """In how many layers a token's experts are others than the engine's; None if the engine was not asked."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Learning:
+    """The models of a rank. Methods are collective calls of all ranks."""
+
+    config: Config
+    world: World
+    events: EventLog
+    actor: Actor
+    critic: Critic | None
+    """None unless advantages are estimated by GAE."""
+    reference: Reference | None
+    """None if the KL to it counts nowhere."""
+    movements: Mapping[str, Movement]
+    """actor and critic -> what their updates moved."""
+
+    def old_log_probs(self, batch: Batch) -> OldLogProbs:
+        """Return the actor's log-probs of the responses. The actor must be on the device.
+
+        They are "old" for the updates that follow: a ratio of PPO compares a token's new log-prob with its old one.
+        """
+        if self.actor.routers is None:
+            log_probs, entropy = self.actor.log_probs(batch)
+            return OldLogProbs(log_probs=log_probs, entropy=entropy, own=log_probs, differing=None)
+        own, entropy, differing = self.actor.own_routing(batch)
+        log_probs = own
+        if self.config.rollout.routing == "replay":
+            log_probs, entropy = self.actor.log_probs(batch)
+        return OldLogProbs(log_probs=log_probs, entropy=entropy, own=own, differing=differing)
+
+    def compare(self, batch: Batch, old: OldLogProbs) -> tuple[LogProbDifference, Metrics]:
+        """Return how far the engine's log-probs of the responses are from the actor's, and the metrics of the responses."""
+        with self.events.phase("verify_log_probs"):
+            difference = log_prob_difference(batch.require("rollout_log_probs"), old.log_probs, batch.response_mask)
+        routing: Metrics = {}
+        if self.actor.routers is not None and old.differing is not None:
+            routing = routing_metrics(batch, old.differing, len(self.actor.routers.experts))
+            if self.config.rollout.routing == "replay":
+                routing |= replay_metrics(batch, old.own, old.log_probs)
+        clipped = importance_clipped_share(batch, old.log_probs, self.config.algorithm.importance_cap)
+        return difference, {
+            **response_metrics(batch),
+            "rollout_entropy": token_mean(old.entropy, batch),
+            **difference.metrics(),
+            **routing,
+            "importance_clipped_share": clipped,
+        }
+
+    def learn(self, index: int, batch: Batch) -> Metrics:
+        """Estimate advantages, then update the critic and the actor. Return the metrics of the updates."""
+        phase = self.events.phase
+        if self.reference:
+            with (
+                phase("reference_log_probs", "the reference's log-probs of the responses"),
+                self.reference.on_device(),
+            ):
+                batch = batch.replace(reference_log_probs=self.reference.log_probs(batch)[0])
+        if self.critic:
+            with phase("values", "the critic's values of the responses"), self.critic.on_device():
+                batch = batch.replace(old_values=self.critic.values(batch))
+        with phase("advantages"):
+            batch, metrics = estimate_advantages(batch, self.config)
+        seed = self.config.run.seed
+        generator = torch.Generator().manual_seed(seed_of(seed, index))  # draws the minibatches, the same on every rank
+        torch.manual_seed(seed_of(seed, index, self.world.rank))  # dropout
+        if self.critic:
+            metrics |= self.update(self.critic, index, batch, generator)
+        if index < self.config.algorithm.critic_warmup:
+            self.movements["actor"].skip(index)
+        else:
+            metrics |= self.update(self.actor, index, batch, generator)
+        return metrics
+
+    def update(self, learner: Learner, index: int, batch: Batch, generator: torch.Generator) -> Metrics:
+        """Take the step's optimizer steps on the actor or the critic; return their metrics, and how many tensors they moved."""
+        role, movement = learner.role, self.movements[learner.role]
+        with self.events.phase(f"update_{role}", f"the {role}'s optimizer steps"), learner.learning():
+            movement.begin()
+            found = learner.update(batch, generator)
+            found |= movement.finish(index, found)
+        return {f"{role}/{name}": value for name, value in found.items()}
