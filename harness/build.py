@@ -279,7 +279,7 @@ def build_trainer(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: Run
     with record.timed("models"):
         actor = Actor(load(master, gradient_checkpointing=config.actor.gradient_checkpointing), config, mesh, device)
         if config.algorithm.has_critic:
-            value_model = load(master, gradient_checkpointing=config.critic.gradient_checkpointing, value_head=True)
+            value_model = load(master, gradient_checkpointing=config.actor.gradient_checkpointing, value_head=True)
             critic = Critic(value_model, config, mesh, device)
         if config.algorithm.kl_placement != "none":
             # It is never updated, so it can be kept in the dtype in which it computes.

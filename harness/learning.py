@@ -7,7 +7,7 @@ import torch
 
 from harness.cluster.world import World
 from harness.config.schema import Config
-from harness.metrics import Metrics, importance_clipped_share, replay_metrics, response_metrics, routing_metrics
+from harness.metrics import Metrics, replay_metrics, response_metrics, routing_metrics
 from harness.movement import Movement
 from harness.runtime.events import EventLog
 from harness.seeds import seed_of
@@ -71,13 +71,11 @@ class Learning:
             routing = routing_metrics(batch, old.differing, len(self.actor.routers.experts))
             if self.config.rollout.routing == "replay":
                 routing |= replay_metrics(batch, old.own, old.log_probs)
-        clipped = importance_clipped_share(batch, old.log_probs, self.config.algorithm.importance_cap)
         return difference, {
             **response_metrics(batch),
             "rollout_entropy": token_mean(old.entropy, batch),
             **difference.metrics(),
             **routing,
-            "importance_clipped_share": clipped,
         }
 
     def learn(self, index: int, batch: Batch) -> Metrics:

@@ -4,7 +4,6 @@ Every function that gathers is a collective call of all ranks.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -105,11 +104,3 @@ def replay_metrics(batch: Batch, before: torch.Tensor, after: torch.Tensor) -> M
         "routing/log_prob_difference_after_replay": token_mean((engines - after).abs(), batch),
         "routing/log_probs_moved_by_replay": token_mean((after - before).abs(), batch),
     }
-
-
-def importance_clipped_share(batch: Batch, old_log_probs: torch.Tensor, cap: float) -> float:
-    """Return the share of tokens whose importance weight p_trainer / p_engine is above algorithm.importance_cap; 0 if off."""
-    if not cap:
-        return 0.0
-    log_ratio = old_log_probs - batch.require("rollout_log_probs")
-    return token_mean((log_ratio > math.log(cap)).double(), batch)

@@ -79,7 +79,7 @@ def run(
         return report_user_error(error, rank_in(os.environ))
     try:
         device = choose_device(config.engine.device, launch, config.parallel.colocate)
-        own_location(device.type == "cpu", config.parallel.colocate)
+        own_location(device.type == "cpu", config.parallel.colocate)  # for what it refuses, before the ranks meet
     except ValueError as error:
         return report_user_error(error, launch.rank, alone=True)
     console = None

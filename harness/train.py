@@ -150,7 +150,7 @@ def open_checkpoints(run: RunContext, ppo: Ppo, inputs: Inputs) -> tuple[Checkpo
 def phase_tokens(config: Config, metrics: Metrics) -> Metrics:
     """Return how many tokens phases of a step compute over all ranks: responses in generate, whole sequences elsewhere."""
     tokens = metrics["tokens"]
-    updates = {f"update_{model}": tokens * getattr(config, model).ppo_epochs for model in ("critic", "actor")}
+    updates = dict.fromkeys(("update_critic", "update_actor"), tokens * config.actor.ppo_epochs)
     return {"generate": metrics["response_tokens"], **updates, "step": tokens}
 
 

@@ -16,7 +16,7 @@ import sys
 
 import _checkout
 
-_checkout.use()
+_checkout.use()  # this checkout's harness, and the environment that it made, whatever Python started this
 
 from harness.config.layers import ConfigError
 from harness.config.run_folder import check_run_folder

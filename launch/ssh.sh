@@ -27,7 +27,7 @@ SSH=${SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=10}
 JOB=("$@")
 if [ ${#JOB[@]} -eq 0 ]; then
     JOB=(launch/ppo.py configs/gpu/tiny.toml --parallel.dp 2 --parallel.tp 8
-        --rollout.prompts_per_step 16 --actor.minibatch_size 16 --critic.minibatch_size 16)
+        --rollout.prompts_per_step 16 --actor.minibatch_size 16)
 fi
 case $RDZV_HOST in *:*) RDZV_HOST="[$RDZV_HOST]" ;; esac # an IPv6 address
 

@@ -1,7 +1,9 @@
 """What every test of this process needs before it imports transformers, and before it starts others."""
 
+import multiprocessing.process
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +34,31 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # On a busy machine any example may take a second: no test measures a speed.
 settings.register_profile("harness", deadline=None)
 settings.load_profile("harness")
+
+
+FORBIDDEN_WHEN_FAST = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
+"""Python's audit events of a new process (https://docs.python.org/3/library/audit_events.html)."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --fast."""
+    parser.addoption("--fast", action="store_true", help="skip every test that starts a process, as soon as it does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With --fast, skip whatever is about to start a process: no list of such tests is kept, so none can be wrong."""
+    if not config.getoption("--fast"):
+        return
+
+    def refuse(event: str, _: object) -> None:
+        if event in FORBIDDEN_WHEN_FAST:
+            pytest.skip("starts a process")
+
+    def refuse_start(_: multiprocessing.process.BaseProcess) -> None:
+        pytest.skip("starts a process")
+
+    sys.addaudithook(refuse)
+    multiprocessing.process.BaseProcess.start = refuse_start  # type: ignore[method-assign]  # it raises no audit event
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

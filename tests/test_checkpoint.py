@@ -67,7 +67,7 @@ def parts(
     config = schema.Config(
         model=schema.Model(dtype=dtype),
         actor=schema.ActorConfig(**updates | actor),
-        critic=schema.CriticConfig(**updates),
+        critic=schema.CriticConfig(learning_rate=1e-3),
         memory=schema.Memory(offload_optimizer=ROLES, offload_parameters=("critic",)),
         checkpoint=schema.Checkpoint(keep=keep),
     )

@@ -12,11 +12,7 @@ RolloutPrecision = Literal["same", "fp8_block"]
 TransportName = Literal["pull", "tensor", "bucket", "distributed", "disk"]
 TINY_MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight")
 """model.name of the models that task/tiny_models.py makes on the spot."""
-KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "inverse_sqrt"]
-LossAggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -250,47 +246,30 @@ class Algorithm:
     normalize_by_std: bool = True
     """Whether GRPO divides by the standard deviation of the responses to a prompt."""
     kl_placement: Literal["none", "reward", "loss"] = "reward"
-    """Where the KL to the frozen reference model counts. reward: subtracted from the reward of each token. loss: added
-    to the actor's loss. none: there is no reference model."""
-    kl_estimator: Literal["auto", "k1", "abs", "k2", "k3", "k1+", "k3+"] = "auto"
-    """Estimator of the KL for each token (http://joschu.net/blog/kl-approx.html). k1+ and k3+ have the values of k1
-    and k3 and the gradient of k2, whose mean is the gradient of the KL. auto: k1 in the reward, k3 in the loss, as in
-    verl."""
+    """Where the KL to the frozen reference model counts. reward: its estimate k1 is subtracted from the reward of each
+    token. loss: its estimate k3 is added to the actor's loss (http://joschu.net/blog/kl-approx.html; as verl's defaults).
+    none: there is no reference model."""
     kl_coefficient: float = 0.001
     """Weight of the KL."""
     critic_warmup: int = 0
     """Number of steps at the start in which only the critic learns."""
-    importance_cap: float = 0.0
-    """Truncated importance sampling: weigh each token's policy loss by p_trainer / p_engine, at most by this. 0:
-    off."""
 
     @property
     def has_critic(self) -> bool:
         """Whether advantages come from a value model."""
         return self.advantage == "gae"
 
-    @property
-    def estimator(self) -> KlEstimator:
-        """kl_estimator, or what auto means for kl_placement."""
-        if self.kl_estimator == "auto":
-            return "k3" if self.kl_placement == "loss" else "k1"
-        return self.kl_estimator
-
 
 @dataclass(kw_only=True, slots=True)
-class Updates:
-    """Optimizer steps of the policy (actor), and of the value model (critic), which only algorithm.advantage = gae
-    has.
-    """
+class ActorConfig:
+    """The policy's loss and its optimizer steps. The critic takes its steps in the same way, at its own learning rate."""
 
-    learning_rate: float
+    learning_rate: float = 1e-5
     """Learning rate of AdamW, after the warm-up and before any decay."""
     schedule: Schedule = "constant"
     """Schedule of the learning rate over all optimizer steps of the model, by its name in transformers."""
     warmup_steps: int = 0
     """Number of optimizer steps in which the learning rate rises from 0 to learning_rate."""
-    warmup_ratio: float = 0.0
-    """The same as a share of all optimizer steps of the model, rounded down. Use one of the two."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Betas of AdamW."""
     weight_decay: float = 0.0
@@ -305,34 +284,24 @@ class Updates:
     too."""
     ppo_epochs: int = 1
     """Number of passes over the sequences of a step."""
-    loss_aggregation: LossAggregation = "token-mean"
-    """How the losses of tokens become one number, over all ranks."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     gradient_checkpointing: bool = False
     """Whether to recompute activations in the backward pass, which saves memory and costs time."""
-
-
-@dataclass(kw_only=True, slots=True)
-class ActorConfig(Updates):
-    """The policy's loss."""
-
-    learning_rate: float = 1e-5
     clip_low: float = 0.2
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.2
     """Upper side of that range."""
-    dual_clip: float = 3.0
-    """Bound on the loss where the advantage is negative (arXiv 1912.09729). 0: off."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
 
 
 @dataclass(kw_only=True, slots=True)
-class CriticConfig(Updates):
-    """The value model's loss."""
+class CriticConfig:
+    """The value model, which only algorithm.advantage = gae has. All that is not here is as in [actor]."""
 
     learning_rate: float = 1e-4
+    """Learning rate of AdamW, after actor.warmup_steps and before any decay."""
     value_clip: float = 0.5
     """New values are clipped to this distance from the old ones. 0: off."""
 
@@ -424,6 +393,6 @@ class Config:
 
     def optimizer_steps(self, role: Literal["actor", "critic"]) -> int:
         """Return how many optimizer steps that model takes in run.steps PPO steps."""
-        updates, steps = getattr(self, role), self.run.steps - self.algorithm.critic_warmup * (role == "actor")
+        steps = self.run.steps - self.algorithm.critic_warmup * (role == "actor")
         sequences = self.rollout.prompts_per_step * self.rollout.responses_per_prompt
-        return max(0, steps) * (sequences // updates.minibatch_size) * updates.ppo_epochs
+        return max(0, steps) * (sequences // self.actor.minibatch_size) * self.actor.ppo_epochs

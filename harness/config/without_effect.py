@@ -32,7 +32,7 @@ UNREAD = (
         'algorithm.advantage = "{config.algorithm.advantage}" does not divide by the standard deviation of a prompt\'s responses',
     ),
     Unread(
-        "algorithm.kl_estimator algorithm.kl_coefficient",
+        "algorithm.kl_coefficient",
         lambda config: config.algorithm.kl_placement == "none",
         'with algorithm.kl_placement = "none" there is no KL',
     ),
@@ -40,11 +40,6 @@ UNREAD = (
         "actor.microbatch_size",
         lambda config: config.actor.tokens_per_microbatch > 0,
         "actor.tokens_per_microbatch = {config.actor.tokens_per_microbatch} replaces it",
-    ),
-    Unread(
-        "critic.microbatch_size",
-        lambda config: config.algorithm.has_critic and config.critic.tokens_per_microbatch > 0,
-        "critic.tokens_per_microbatch = {config.critic.tokens_per_microbatch} replaces it",
     ),
     Unread(
         "parallel.rank_order",

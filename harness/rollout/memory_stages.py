@@ -159,25 +159,36 @@ class MemoryStages:
         engine.group.barrier()  # every rank has read
         ask = engine.release_memory_occupation if action == "release" else engine.resume_memory_occupation
         ask(tags)
-        sign = 1 if action == "release" else -1
-        started = changed = time.monotonic()
-        last: int | None = None
-        while True:  # until the right bytes have moved, and no more of them, or patience ends
-            now, moved = time.monotonic(), sign * (self.free_bytes() - before)
-            if moved != last:
-                last, changed = moved, now
-            wrong = wrong_move(action, tags, engine.group.rank, expected, moved)
-            complete = expected is not None and moved >= expected
-            over = complete or now - changed >= STABLE_SECONDS
-            if (not wrong and over) or now - started >= self.patience_seconds:
-                break
-            time.sleep(POLL_SECONDS)
+        moved, wrong = self._settled(action, tags, expected, self.free_bytes, before)
         problems = [each for each in engine.group.all_gather(wrong).values() if each]
         self.fact("memory_moved", action=action, tags=tags, expected=expected, moved=moved)
         if problems:
             others = f"; {len(problems) - 1} other ranks failed too" if len(problems) > 1 else ""
             raise MemoryDidNotMove(f"{problems[0]}{others}.")
         return moved
+
+    def _settled(
+        self, action: Action, tags: tuple[str, ...], expected: int | None, free_bytes: FreeBytes, before: int
+    ) -> tuple[int, str]:
+        """Return the bytes that have moved since `before` were free, and what is wrong with them.
+
+        The driver may move them some time after SGLang's call has returned. So look until the right number has moved, or until a
+        number that is not known to be right stays the same for STABLE_SECONDS, and for no longer than patience_seconds.
+        """
+        sign = 1 if action == "release" else -1
+        started = changed = time.monotonic()
+        last: int | None = None
+        while True:
+            now, moved = time.monotonic(), sign * (free_bytes() - before)
+            if moved != last:
+                last, changed = moved, now
+            wrong = wrong_move(action, tags, self.engine.group.rank, expected, moved)
+            complete = expected is not None and moved >= expected
+            if not wrong and (complete or now - changed >= STABLE_SECONDS):
+                return moved, ""
+            if now - started >= self.patience_seconds:
+                return moved, wrong
+            time.sleep(POLL_SECONDS)
 
 
 def trim_heap() -> None:

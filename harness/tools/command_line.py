@@ -32,7 +32,7 @@ from harness.config.layers import (
     toml_value,
 )
 from harness.config.resolve import SECTIONS, resolve
-from harness.config.schema import Config, Updates
+from harness.config.schema import Config
 from harness.tools.fault_spec import check_fault
 
 T = TypeVar("T")
@@ -146,25 +146,12 @@ def print_help(prog: str, description: str) -> None:
     print("\ncommon keys:\n  All keys follow below, section by section.\n")
     for key in COMMON:
         print(_key_help(config, key, first_sentence=True))
-    shared = {each.name for each in fields(Updates)}
     for section in fields(Config):
         values = getattr(config, section.name)
         print(f"\n{section.name}:\n{_wrapped(inspect.getdoc(type(values)) or '', 2)}")
-        if section.name == "critic":
-            print(_wrapped(_critic_defaults(config), 2))
         print()
         for each in fields(values):
-            if section.name != "critic" or each.name not in shared:
-                print(_key_help(config, f"{section.name}.{each.name}"))
-
-
-def _critic_defaults(config: Config) -> str:
-    """Return one sentence on the keys that the critic shares with the actor."""
-    pairs = [
-        (each.name, getattr(config.actor, each.name), getattr(config.critic, each.name)) for each in fields(Updates)
-    ]
-    other = [f"--critic.{name} {toml_value(critic)}" for name, actor, critic in pairs if actor != critic]
-    return f"It also has the actor's keys from {pairs[0][0]} to {pairs[-1][0]}; other defaults: {', '.join(other)}."
+            print(_key_help(config, f"{section.name}.{each.name}"))
 
 
 def _key_help(config: Config, key: str, first_sentence: bool = False) -> str:

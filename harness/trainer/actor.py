@@ -10,14 +10,7 @@ from harness.config import schema
 from harness.trainer.advantages import kl, masked_sum
 from harness.trainer.batch import Batch
 from harness.trainer.learner import Learner, ShardedModel
-from harness.trainer.losses import (
-    Counts,
-    aggregate,
-    entropy_from_logits,
-    importance_weights,
-    log_probs_from_logits,
-    policy_loss,
-)
+from harness.trainer.losses import entropy_from_logits, log_probs_from_logits, policy_loss, share_of_mean
 from harness.trainer.model import computing_in
 from harness.trainer.packing import align, model_inputs
 from harness.trainer.routing import Routers
@@ -46,7 +39,7 @@ def policy_log_probs(policy: ShardedModel, batch: Batch, temperature: float | No
     temperature = policy.config.rollout.temperature if temperature is None else temperature
     packed = policy.config.model.packed
     log_probs, entropy = policy.compute(
-        lambda part: token_log_probs(policy.model, part, temperature, packed=packed), batch, policy.config.actor
+        lambda part: token_log_probs(policy.model, part, temperature, packed=packed), batch
     )
     return log_probs, entropy
 
@@ -109,24 +102,23 @@ class Actor(Learner):
             return *numbers, routers.differing_layers(part, packed)
 
         try:
-            log_probs, entropy, differing = self.compute(forward, batch, self.config.actor, ("routed_experts",))
+            log_probs, entropy, differing = self.compute(forward, batch, ("routed_experts",))
         finally:
             routers.rest()
         return log_probs, entropy, differing
 
-    def backward(self, microbatches: Sequence[Batch], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def backward(self, microbatches: Sequence[Batch], counted: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Add up the gradient over this rank's microbatches; see Learner.backward."""
         try:
-            return super().backward(microbatches, counts)
+            return super().backward(microbatches, counted)
         finally:
             if self.routers:
                 self.routers.rest()
 
-    def loss(self, batch: Batch, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: Batch, counted: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the share of the loss, and metrics; see Learner.loss.
 
-        The batch needs old_log_probs and advantages; with the KL in the loss also reference_log_probs, and with
-        algorithm.importance_cap also rollout_log_probs.
+        The batch needs old_log_probs and advantages; with the KL in the loss also reference_log_probs.
         """
         config, algorithm, mask = self.config.actor, self.config.algorithm, batch.response_mask
         if self.routers and self._replays:
@@ -140,13 +132,10 @@ class Actor(Learner):
             self.config.model.packed,
         )
         old, advantages = batch.require("old_log_probs"), batch.require("advantages")
-        policy, clipping = policy_loss(log_probs, old, advantages, config.clip_low, config.clip_high, config.dual_clip)
-        if algorithm.importance_cap:
-            policy = policy * importance_weights(old, batch.require("rollout_log_probs"), algorithm.importance_cap)
+        policy, clipping = policy_loss(log_probs, old, advantages, config.clip_low, config.clip_high)
         loss = policy - config.entropy_coefficient * entropy
         metrics = {"policy_loss": policy, "entropy": entropy, **clipping}
         if algorithm.kl_placement == "loss":
-            metrics["kl"] = kl(log_probs, batch.require("reference_log_probs"), algorithm.estimator)
+            metrics["kl"] = kl(log_probs, batch.require("reference_log_probs"), "loss")
             loss = loss + algorithm.kl_coefficient * metrics["kl"]
-        share = aggregate(loss, mask, config.loss_aggregation, counts, self.config.rollout.max_response_tokens)
-        return share, {name: masked_sum(tokens, mask) for name, tokens in metrics.items()}
+        return share_of_mean(loss, mask, counted), {name: masked_sum(tokens, mask) for name, tokens in metrics.items()}

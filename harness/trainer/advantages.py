@@ -6,11 +6,10 @@ the functions there are named below. `all_sum` adds a tensor up over the ranks, 
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
-
-from harness.config.schema import KlEstimator
 
 AllSum = Callable[[Tensor], Tensor]
 
@@ -138,28 +137,16 @@ def rloo(rewards: Tensor, mask: Tensor, group: Tensor) -> Tensor:
     return torch.where(mask.bool(), advantages[:, None].to(rewards.dtype), torch.zeros_like(rewards))
 
 
-def kl(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
+def kl(log_probs: Tensor, reference_log_probs: Tensor, placement: Literal["reward", "loss"]) -> Tensor:
     """Return an estimate of the KL of the policy from the reference at each sampled token, in nats; shapes as the inputs'.
 
     With d = log_probs - reference_log_probs (http://joschu.net/blog/kl-approx.html; verl: kl_penalty):
 
-        k1   d                          unbiased, may be negative
-        abs  |d|
-        k2   d^2 / 2                    biased, never negative
-        k3   exp(-d) - 1 + d            unbiased, never negative; clamped as in verl: -d to +-20, the value to +-10
-
-    k1+ and k3+ have the value of k1 and k3, and the gradient of k2. Over tokens that the policy sampled, its expectation is the
-    gradient of the KL; the gradient of k1 has expectation 0, and that of k3 is the gradient of the reverse KL.
+        reward: k1   d                  unbiased, may be negative; as a loss its gradient would have expectation 0
+        loss:   k3   exp(-d) - 1 + d    unbiased, never negative; clamped as in verl: -d to +-20, the value to +-10
     """
-    if estimator.endswith("+"):
-        by_gradient = kl(log_probs, reference_log_probs, "k2")
-        value = kl(log_probs, reference_log_probs, "k1" if estimator == "k1+" else "k3")
-        return by_gradient - by_gradient.detach() + value.detach()
     difference = log_probs - reference_log_probs
+    if placement == "reward":
+        return difference
     exponent = (-difference).clamp(min=-20, max=20)
-    return {
-        "k1": difference,
-        "abs": difference.abs(),
-        "k2": 0.5 * difference.square(),
-        "k3": (exponent.exp() - exponent - 1).clamp(min=-10, max=10),
-    }[estimator]
+    return (exponent.exp() - exponent - 1).clamp(min=-10, max=10)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from harness.trainer.advantages import explained_variance, masked_sum
 from harness.trainer.batch import Batch
 from harness.trainer.learner import Learner
-from harness.trainer.losses import Counts, aggregate, value_loss
+from harness.trainer.losses import share_of_mean, value_loss
 from harness.trainer.over_ranks import all_sum
 from harness.trainer.packing import align, model_inputs
 
@@ -27,7 +27,7 @@ class Critic(Learner):
     def values(self, batch: Batch) -> Tensor:
         """Return the values [B, T] of the rank's batch, without gradient. A collective call."""
         packed = self.config.model.packed
-        [values] = self.compute(lambda part: (token_values(self.model, part, packed),), batch, self.config.critic)
+        [values] = self.compute(lambda part: (token_values(self.model, part, packed),), batch)
         return values
 
     def update(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
@@ -38,11 +38,12 @@ class Critic(Learner):
         explained = explained_variance(old, returns, mask, partial(all_sum, group=self.group))
         return {**metrics, "explained_variance": float(explained)}
 
-    def loss(self, batch: Batch, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: Batch, counted: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the share of the loss, and metrics; see Learner.loss. The batch needs old_values and returns."""
-        mask, config = batch.response_mask, self.config.critic
+        mask, clip = batch.response_mask, self.config.critic.value_clip
         values = token_values(self.model, batch, self.config.model.packed)
-        tokens, clipped = value_loss(values, batch.require("old_values"), batch.require("returns"), config.value_clip)
-        share = aggregate(tokens, mask, config.loss_aggregation, counts, self.config.rollout.max_response_tokens)
+        tokens, clipped = value_loss(values, batch.require("old_values"), batch.require("returns"), clip)
         metrics = {"value_loss": tokens, "value_mean": values, "clip_fraction": clipped}
-        return share, {name: masked_sum(numbers, mask) for name, numbers in metrics.items()}
+        return share_of_mean(tokens, mask, counted), {
+            name: masked_sum(numbers, mask) for name, numbers in metrics.items()
+        }

@@ -30,9 +30,10 @@ def _token_rewards(batch: Batch, config: Config) -> tuple[Tensor, dict[str, floa
     scores, mask, reference = batch.require("scores"), batch.response_mask, batch.reference_log_probs
     if reference is None:
         return advantages.token_rewards(scores, mask), {}
-    kl = advantages.kl(batch.require("old_log_probs"), reference, config.algorithm.estimator)
+    in_loss = config.algorithm.kl_placement == "loss"
+    kl = advantages.kl(batch.require("old_log_probs"), reference, "loss" if in_loss else "reward")
     metrics = {"reference_kl": sequence_mean(kl, batch)}
-    if config.algorithm.kl_placement == "loss":
+    if in_loss:
         return advantages.token_rewards(scores, mask), metrics
     return advantages.token_rewards(scores, mask, kl, config.algorithm.kl_coefficient), metrics
 

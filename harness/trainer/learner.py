@@ -13,7 +13,6 @@ from transformers import get_scheduler
 from harness.cluster.world import all_gather
 from harness.config import schema
 from harness.trainer.batch import Batch
-from harness.trainer.losses import Counts, local_counts
 from harness.trainer.microbatches import make_microbatches
 from harness.trainer.model import named_tensors
 from harness.trainer.offload import Offload, local
@@ -47,7 +46,6 @@ class ShardedModel:
         self,
         forward: Callable[[Batch], tuple[Tensor, ...]],
         batch: Batch,
-        updates: schema.Updates,
         also: Sequence[str] = (),
     ) -> list[Tensor]:
         """Run a forward over the rank's batch in microbatches, without gradient. A collective call.
@@ -60,7 +58,7 @@ class ShardedModel:
         ids = batch.input_ids
         tokens = Batch(input_ids=ids, attention_mask=batch.attention_mask, response_mask=batch.response_mask)
         tokens = tokens.replace(**{name: batch.require(name) for name in also})
-        microbatches = make_microbatches(tokens, self.mesh, self.device, updates, self.config.model.packed)
+        microbatches = make_microbatches(tokens, self.mesh, self.device, self.config.actor, self.config.model.packed)
         by_kind = zip(*(forward(part) for part in microbatches.parts), strict=True)
         return [microbatches.bring_back(results).to(ids.device) for results in by_kind]
 
@@ -73,16 +71,15 @@ class Learner(ShardedModel):
     def __init__(self, model: nn.Module, config: schema.Config, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__(model, config, mesh, device)
         self.group = mesh.get_group()
-        self.updates: schema.Updates = getattr(config, self.role)
+        self.updates = config.actor  # of the critic too
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
-            lr=self.updates.learning_rate,
+            lr=getattr(config, self.role).learning_rate,
             betas=self.updates.betas,
             weight_decay=self.updates.weight_decay,
         )
         steps = config.optimizer_steps(self.role)
-        warmup = self.updates.warmup_steps or int(self.updates.warmup_ratio * steps)
-        self.schedule = get_scheduler(self.updates.schedule, self.optimizer, warmup, steps)
+        self.schedule = get_scheduler(self.updates.schedule, self.optimizer, self.updates.warmup_steps, steps)
         self.after_backward: list[Callable[[], None]] = []
         """Called after each microbatch's backward. Fault injection uses it."""
         self.is_scaled = config.model.dtype == "float16"
@@ -90,10 +87,10 @@ class Learner(ShardedModel):
         """A power of two on the CPU, the same on every rank. It falls where float16 overflows, and never rises again."""
         self._moments = Offload(self.moments, self.role in config.memory.offload_optimizer)
 
-    def loss(self, batch: Batch, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: Batch, counted: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a microbatch's share of its minibatch's loss, a scalar, and its metrics as sums over response tokens.
 
-        counts: of the whole minibatch, over all ranks.
+        counted: the response tokens of the whole minibatch, over all ranks.
         """
         raise NotImplementedError
 
@@ -110,15 +107,15 @@ class Learner(ShardedModel):
         ranks, so that one seed gives the same minibatches at any world size. All batches must have the same number of sequences.
         Return metrics, the same on every rank: means weighted by tokens; loss and grad_norm are means over optimizer steps, and
         learning_rate, and loss_scale in float16, are those of the last step. A minibatch without a response token that counts
-        makes no optimizer step. Raise ValueError if there is no other.
+        makes no optimizer step. Raise ValueError if no minibatch has one.
         """
         sequences = len(batch) * self.mesh.size()
-        made = (
-            self.step(batch, rows.tolist())
-            for _ in range(self.updates.ppo_epochs)
-            for rows in torch.randperm(sequences, generator=generator).split(self.updates.minibatch_size)
-        )
-        if not (steps := [step for step in made if step]):
+        steps = []
+        for _ in range(self.updates.ppo_epochs):
+            for rows in torch.randperm(sequences, generator=generator).split(self.updates.minibatch_size):
+                steps.append(self.step(batch, rows.tolist()))
+        steps = [step for step in steps if step]  # a minibatch without a token that counts makes none
+        if not steps:
             raise ValueError(
                 "the batch must have at least 1 response token over all ranks, got 0; if rollout.truncated = "
                 '"mask" left none, raise rollout.max_response_tokens; if all were aborted, see the engine\'s log'
@@ -145,11 +142,13 @@ class Learner(ShardedModel):
         """
         packed = self.config.model.packed
         microbatches = make_microbatches(batch, self.mesh, self.device, self.updates, packed, rows).parts
-        counts = Counts(*all_sum(sum_of_counts(microbatches), self.group).tolist())
-        if counts.tokens == 0:
+        counted = int(
+            all_sum(torch.stack([part.response_mask.bool().sum() for part in microbatches]).sum(), self.group)
+        )
+        if counted == 0:
             return {}
         while True:
-            share_of_loss, sums = self.backward(microbatches, counts)
+            share_of_loss, sums = self.backward(microbatches, counted)
             loss = float(all_sum(share_of_loss, self.group))
             try:
                 grad_norm = self._gradient_norm()
@@ -160,13 +159,13 @@ class Learner(ShardedModel):
                 self.loss_scale /= LOSS_SCALE_STEP
         learning_rate = self.schedule.get_last_lr()[0]
         self._apply_gradient(min(1.0, self.updates.max_grad_norm / (grad_norm + 1e-6)) / float(self.loss_scale))
-        means = (all_sum(torch.stack(list(sums.values())), self.group) / counts.tokens).tolist()
+        means = (all_sum(torch.stack(list(sums.values())), self.group) / counted).tolist()
         metrics = dict(zip(sums, means, strict=True))
         if self.is_scaled:
             metrics["loss_scale"] = float(self.loss_scale)
-        return metrics | dict(loss=loss, grad_norm=grad_norm, tokens=counts.tokens, learning_rate=learning_rate)
+        return metrics | dict(loss=loss, grad_norm=grad_norm, tokens=counted, learning_rate=learning_rate)
 
-    def backward(self, microbatches: Sequence[Batch], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def backward(self, microbatches: Sequence[Batch], counted: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Add up the gradient over this rank's microbatches, times loss_scale.
 
         Return its share of the loss and its metrics, float64 scalars, both without loss_scale.
@@ -176,7 +175,7 @@ class Learner(ShardedModel):
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: dict[str, Tensor] = {}
         for microbatch in microbatches:
-            share, totals = self.loss(microbatch, counts)
+            share, totals = self.loss(microbatch, counted)
             # FSDP averages gradients over ranks, but the shares must add up to the loss.
             (share * self.mesh.size() * float(self.loss_scale)).backward()
             for call in list(self.after_backward):
@@ -246,8 +245,3 @@ class Learner(ShardedModel):
                 where += f' (model.dtype = "float16", loss scale {float(self.loss_scale):g})'
             raise FloatingPointError(f"the gradient norm of the {self.role} must be finite, got {grad_norm}{where}")
         return grad_norm
-
-
-def sum_of_counts(microbatches: Sequence[Batch]) -> Tensor:
-    """Return the response tokens, and the sequences that have any, of one rank's microbatches: int64 [2]."""
-    return torch.stack([local_counts(part.response_mask) for part in microbatches]).sum(0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from harness.config.schema import Updates
+from harness.config.schema import ActorConfig
 from harness.trainer.batch import Batch
 
 Rows = list[int]
@@ -50,7 +50,7 @@ def make_microbatches(
     batch: Batch,
     mesh: DeviceMesh,
     device: torch.device,
-    updates: Updates,
+    updates: ActorConfig,
     packed: bool,
     rows: Sequence[int] | None = None,
 ) -> Microbatches:
@@ -83,7 +83,7 @@ def make_microbatches(
 
 
 def plan_microbatches(
-    rows: Sequence[int], lengths: Sequence[int], ranks: int, updates: Updates, packed: bool
+    rows: Sequence[int], lengths: Sequence[int], ranks: int, updates: ActorConfig, packed: bool
 ) -> list[list[Rows]]:
     """Return the rows of each microbatch and rank. Every row is in one of them; every rank has as many microbatches.
 

@@ -68,7 +68,10 @@ class Piece:
 
     @property
     def splits_by_row(self) -> bool:
-        """Whether these are experts, each within one row of the tensor: SGLang does not need them all in one call."""
+        """Whether these are experts, each within one row of the tensor: SGLang does not need them all in one call.
+
+        Experts are known by their names, which are the same in every checkpoint that SGLang loads: "....experts.3.up_proj.weight".
+        """
         size = self.shards.row_elements
         ends = ((view.offset, view.offset + span(view.shape, view.stride) - 1) for view in self.views)
         return ".experts." in self.of and all(first // size == last // size for first, last in ends)

@@ -44,7 +44,7 @@ def config(tp: int = 2, dtype: Any = "bfloat16", **arguments: Any) -> Config:
 
 def refusal(asked: Config, model: dict[str, Any] | None = None) -> str:
     rollout = replace(asked.rollout, prompts_per_step=16 * asked.parallel.tp)
-    learn = {name: replace(getattr(asked, name), minibatch_size=32 * asked.parallel.tp) for name in ("actor", "critic")}
+    learn = {"actor": replace(asked.actor, minibatch_size=32 * asked.parallel.tp)}
     try:
         resolve(replace(asked, rollout=rollout, **learn), Facts(device="cuda", model=model))
     except ConfigError as error:

@@ -150,17 +150,9 @@ def test_the_sync_alone_is_not_refused_for_what_it_does_not_use() -> None:
         parse(["--parallel.tp", "0"], sections=SYNC_SECTIONS)
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (f"{LOSS} --algorithm.kl_estimator k1", "a gradient whose mean is zero"),
-        (f"{LOSS} --algorithm.kl_estimator abs", "a gradient that is not the KL"),
-        (NARROW, "the second moment never decays"),
-    ],
-)
-def test_a_setting_that_does_not_do_what_its_name_promises_is_warned_of(words: str, part: str) -> None:
-    [sentence] = resolve(config_of(words)).warnings
-    assert part in sentence
+def test_a_setting_that_does_not_do_what_its_name_promises_is_warned_of() -> None:
+    [sentence] = resolve(config_of(NARROW)).warnings
+    assert "the second moment never decays" in sentence
 
 
 GRPO, RLOO = "--algorithm.advantage grpo", "--algorithm.advantage rloo"
@@ -173,7 +165,6 @@ GRPO, RLOO = "--algorithm.advantage grpo", "--algorithm.advantage rloo"
         (f"{RLOO} --algorithm.normalize_by_std false", "algorithm.normalize_by_std = false", '"rloo"'),
         ("--algorithm.kl_placement none --algorithm.kl_coefficient 1", "algorithm.kl_coefficient = 1.0", "no KL"),
         ("--actor.tokens_per_microbatch 512 --actor.microbatch_size 2", "actor.microbatch_size = 2", "512 replaces it"),
-        ("--critic.tokens_per_microbatch 512 --critic.microbatch_size 2", "critic.microbatch_size = 2", "512 replaces it"),
         ("--parallel.rank_order dp,pp,tp", 'parallel.rank_order = "dp,pp,tp"', "parallel.pp = 1"),
         ("--weights.folder x", 'weights.folder = "x"', '"bucket"'),
         ("--validation.rows 8", "validation.rows = 8", "validation.source is empty"),
@@ -192,7 +183,7 @@ def test_settings_that_nothing_reads_are_named(words: str, settings: str, why: s
 READ = (
     "--critic.learning_rate 0.5 --algorithm.lam 0.9",
     f"{GRPO} --algorithm.normalize_by_std false",
-    "--actor.microbatch_size 2 --critic.microbatch_size 2",
+    "--actor.microbatch_size 2",
     "--parallel.rank_order dp,pp,tp --parallel.pp 2",
     "--weights.folder x --weights.transport disk",
     "--weights.folder x --weights.verify full",
@@ -224,7 +215,7 @@ def test_an_actor_that_never_learns_is_warned_of(words: str, facts: Facts, steps
     assert [f"run.steps = {steps}: the actor learns nothing" in said for said in found[4]] == ([True] if steps else [])
 
 
-@pytest.mark.parametrize("words", ["", LOSS, f"{LOSS} --algorithm.kl_estimator k1+", "--model.dtype bfloat16"])
+@pytest.mark.parametrize("words", ["", LOSS, "--model.dtype bfloat16"])
 def test_defaults_need_no_warning(words: str) -> None:
     assert resolve(config_of(words)).warnings == ()
 

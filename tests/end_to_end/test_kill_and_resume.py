@@ -23,7 +23,7 @@ MOMENTS = 20
 STEPS = 40
 WORDS = [
     *[QUICKSTART, "--run.steps", str(STEPS)],
-    *["--actor.learning_rate", "1e-3", "--actor.schedule", "cosine", "--actor.warmup_ratio", "0.2"],
+    *["--actor.learning_rate", "1e-3", "--actor.schedule", "cosine", "--actor.warmup_steps", "2"],
 ]
 SECONDS = 3000
 

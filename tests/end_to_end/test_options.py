@@ -37,12 +37,12 @@ def write_rows(folder: Path, rows: int = 64) -> Path:
     return folder
 
 
-def test_a_warm_up_a_schedule_a_cap_and_packed_batches_on_two_engines_and_the_learner_alone_repeats_them(
+def test_a_warm_up_a_schedule_and_packed_batches_on_two_engines_and_the_learner_alone_repeats_them(
     tmp_path: Path,
 ) -> None:
     words = [
         *[QUICKSTART, "--parallel.dp", "2", "--parallel.tp", "1", "--task.max_prompt_tokens", "128"],
-        *["--algorithm.critic_warmup", "1", "--algorithm.importance_cap", "1.5", "--actor.schedule", "linear"],
+        *["--algorithm.critic_warmup", "1", "--actor.schedule", "linear"],
         *["--model.packed", "true", "--actor.tokens_per_microbatch", "256"],
     ]
     trackers = ["--trackers.names", "tensorboard"] if importlib.util.find_spec("tensorboard") else []
@@ -53,7 +53,6 @@ def test_a_warm_up_a_schedule_a_cap_and_packed_batches_on_two_engines_and_the_le
     assert all(step["critic/grad_norm"] > 0 for step in steps)
     rates = [step["actor/learning_rate"] for step in steps[1:]]
     assert 1e-5 > rates[0] > rates[1] >= 0, "linear: down to 0 at the end of the run"
-    assert all(0 <= step["importance_clipped_share"] < 0.01 for step in steps), "engine and trainer agree on the CPU"
     assert bool(trackers) == bool(list((tmp_path / "run").glob("tensorboard/events.*")))
     alone = run(tmp_path / "alone", 2, *words, "--rollout.load", f"{tmp_path}/saved")
     assert alone.process.returncode == 0, alone.output()
@@ -66,8 +65,8 @@ def test_what_is_said_to_have_no_effect_has_none(tmp_path: Path) -> None:
     words = [QUICKSTART, "--algorithm.advantage", "grpo", "--algorithm.kl_placement", "none", "--run.steps", "2"]
     words += ["--actor.tokens_per_microbatch", "512", "--task.max_prompt_tokens", "128"]
     unread = {
-        **{"critic.learning_rate": "0.1", "critic.ppo_epochs": "2", "algorithm.gamma": "0.5", "algorithm.lam": "0.5"},
-        **{"algorithm.kl_coefficient": "1", "algorithm.kl_estimator": "abs", "actor.microbatch_size": "1"},
+        **{"critic.learning_rate": "0.1", "algorithm.gamma": "0.5", "algorithm.lam": "0.5"},
+        **{"algorithm.kl_coefficient": "1", "actor.microbatch_size": "1"},
         **{"parallel.rank_order": "dp,pp,tp", "weights.folder": str(tmp_path / "weights"), "validation.rows": "1"},
         **{"checkpoint.keep": "1", "checkpoint.folder": str(tmp_path / "kept"), "trackers.experiment": "x"},
     }

@@ -261,7 +261,7 @@ def test_what_cpu_mode_serves_is_not_refused(words: str) -> None:
 
 def test_cuda_refuses_what_cpu_mode_pads() -> None:
     words = ["--parallel.tp", "3", "--rollout.prompts_per_step", "3", "--rollout.responses_per_prompt", "4"]
-    words += ["--actor.minibatch_size", "12", "--critic.minibatch_size", "12"]
+    words += ["--actor.minibatch_size", "12"]
     with pytest.raises(ConfigError, match="parallel.tp = 3 cannot work: the model's 8 attention heads .*CPU mode pads"):
         preflight.check_plan(parse(words).config)
     warnings = preflight.check_here(parse([*words, "--engine.device", "cpu"]).config).warnings

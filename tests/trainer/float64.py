@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from harness.config.schema import Config, Updates
+from harness.config.schema import ActorConfig, Config
 
 
 @dataclass(kw_only=True)
@@ -49,20 +49,21 @@ class PpoStep:
 class AdamW:
     """AdamW as arXiv 1711.05101 writes it."""
 
-    def __init__(self, parameters: dict[str, Tensor], updates: Updates, steps: int) -> None:
-        self.parameters, self.updates, self.steps, self.taken = parameters, updates, steps, 0
+    def __init__(self, parameters: dict[str, Tensor], updates: ActorConfig, highest: float, steps: int) -> None:
+        """highest: the learning rate after the warm-up."""
+        self.parameters, self.updates, self.highest, self.steps, self.taken = parameters, updates, highest, steps, 0
         self.first = {name: torch.zeros_like(each) for name, each in parameters.items()}
         self.second = {name: torch.zeros_like(each) for name, each in parameters.items()}
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next step."""
         updates, now = self.updates, self.taken
-        warmup = updates.warmup_steps or math.floor(updates.warmup_ratio * self.steps)
+        warmup = updates.warmup_steps
         if now < warmup:
-            return updates.learning_rate * now / warmup
+            return self.highest * now / warmup
         done = (now - warmup) / max(1, self.steps - warmup)
         shapes = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        return updates.learning_rate * shapes.get(updates.schedule, 1.0)
+        return self.highest * shapes.get(updates.schedule, 1.0)
 
     @torch.no_grad()
     def step(self, gradients: dict[str, Tensor]) -> None:
@@ -77,17 +78,9 @@ class AdamW:
             parameter -= rate * unbiased[0] / (unbiased[1].sqrt() + 1e-8)
 
 
-def aggregated(losses: Sequence[Tensor], mode: str, longest: int) -> Tensor:
+def token_mean(losses: Sequence[Tensor]) -> Tensor:
     """One number of the token losses of each sequence."""
-    tokens = sum(len(each) for each in losses)
-    sums, means = sum(each.sum() for each in losses), sum(each.mean() for each in losses)
-    return {
-        "token-mean": sums / tokens,
-        "token-sum": sums,
-        "seq-mean-token-sum": sums / len(losses),
-        "seq-mean-token-mean": means / len(losses),
-        "seq-mean-token-sum-norm": sums / len(losses) / longest,
-    }[mode]
+    return torch.cat(list(losses)).mean()
 
 
 class Float64Ppo:
@@ -106,9 +99,9 @@ class Float64Ppo:
         steps = {"actor": config.run.steps - config.algorithm.critic_warmup, "critic": config.run.steps}
         self.optimizers = {}
         for role, model in (("actor", self.actor), ("critic", self.critic)):
-            updates: Updates = getattr(config, role)
+            updates, rate = config.actor, getattr(config, role).learning_rate
             each = len(sequences) // updates.minibatch_size * updates.ppo_epochs
-            self.optimizers[role] = AdamW(dict(model.named_parameters()), updates, steps[role] * each)
+            self.optimizers[role] = AdamW(dict(model.named_parameters()), updates, rate, steps[role] * each)
 
     def log_probs(self, model: Any, sequence: FixedResponse) -> tuple[Tensor, Tensor]:
         """Return the log-prob of each response token, and the entropy there."""
@@ -180,11 +173,7 @@ class Float64Ppo:
         now, entropy = self.log_probs(self.actor, self.sequences[row])
         ratio = (now - old).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(1 - actor.clip_low, 1 + actor.clip_high) * advantages)
-        if actor.dual_clip:
-            gain = torch.where(advantages < 0, torch.maximum(gain, actor.dual_clip * advantages), gain)
-        if algorithm.importance_cap:
-            sampled = torch.tensor(self.sequences[row].rollout_log_probs, dtype=torch.float64)
-            gain = gain * (old - sampled).exp().clamp(max=algorithm.importance_cap)
+        gain = torch.where(advantages < 0, torch.maximum(gain, 3.0 * advantages), gain)
         loss = -gain - actor.entropy_coefficient * entropy
         if algorithm.kl_placement == "loss":
             loss = loss + algorithm.kl_coefficient * ((reference - now).exp() - 1 - (reference - now))
@@ -198,15 +187,14 @@ class Float64Ppo:
 
     def update(self, role: str, losses: list[Tensor]) -> OptimizerStep:
         optimizer, updates = self.optimizers[role], self.optimizers[role].updates
-        how = updates.loss_aggregation, self.config.rollout.max_response_tokens
-        loss = aggregated(losses, *how)
+        loss = token_mean(losses)
         found = torch.autograd.grad(loss, list(optimizer.parameters.values()))
         norm = float(torch.cat([each.flatten() for each in found]).norm())
         scale = min(1.0, updates.max_grad_norm / (norm + 1e-6))
         gradients = {name: scale * each for name, each in zip(optimizer.parameters, found, strict=True)}
         rate = optimizer.learning_rate()
         optimizer.step(gradients)
-        scale_of_loss = float(aggregated([each.detach().abs() for each in losses], *how))
+        scale_of_loss = float(token_mean([each.detach().abs() for each in losses]))
         return OptimizerStep(
             loss=float(loss.detach()), loss_scale=scale_of_loss, grad_norm=norm, learning_rate=rate, gradients=gradients
         )

@@ -40,8 +40,8 @@ def test_a_batch_takes_another_width() -> None:
     assert wide.attention_mask.tolist()[2] == [1, 1, 1, 1, 1, 0] and wide.require("scores").tolist() == [0, 1, 2]
 
 
-def updates(**sizes: Any) -> schema.Updates:
-    return schema.Updates(learning_rate=1.0, **sizes)
+def updates(**sizes: Any) -> schema.ActorConfig:
+    return schema.ActorConfig(**sizes)
 
 
 @given(

@@ -35,13 +35,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name in the measurements -> the tiny model, and fields of its config that are replaced."""
 ROLLOUT = schema.Rollout(temperature=0.7, max_response_tokens=12)
-KL_IN_LOSS = schema.Algorithm(kl_placement="loss", kl_estimator="k3", kl_coefficient=0.1)
+KL_IN_LOSS = schema.Algorithm(kl_placement="loss", kl_coefficient=0.1)
 ACTOR = {
     "minibatch_size": 8,
     "learning_rate": 0.05,
     "entropy_coefficient": 0.01,
     "max_grad_norm": 0.5,
-    "dual_clip": 1.5,
 }
 
 
@@ -94,7 +93,7 @@ def load_value_model(path: str, dtype: torch.dtype, mesh: DeviceMesh, **options:
 
 def with_sgd(learner: Any) -> None:
     """AdamW steps by the learning rate however small the gradient, so that rounding would decide the sign."""
-    learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=learner.updates.learning_rate)
+    learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=learner.optimizer.param_groups[0]["initial_lr"])
 
 
 def in_float32(model: nn.Module, held: torch.dtype, mesh: DeviceMesh) -> nn.Module:
@@ -182,8 +181,8 @@ def measure_update(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch,
 
 
 def measure_critic(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch, everyone: Batch) -> dict[str, Any]:
-    updates = schema.CriticConfig(minibatch_size=8, microbatch_size=3, learning_rate=0.02)
-    config = schema.Config(critic=updates, rollout=ROLLOUT)
+    updates = schema.ActorConfig(minibatch_size=8, microbatch_size=3)
+    config = schema.Config(actor=updates, critic=schema.CriticConfig(learning_rate=0.02), rollout=ROLLOUT)
     critics = [Critic(load_value_model(path, torch.float32, m), config, m, CPU) for m in (mesh, alone)]
     before = wholes(critics[0].model)
     for critic in critics:

@@ -57,7 +57,7 @@ def train(path: str, mesh: DeviceMesh, memory: schema.Memory) -> dict[str, Any]:
     model = load_causal_lm(path, torch.float32, CPU, mesh, weights="random", seed=5)
     value_model = load_causal_lm(path, torch.float32, CPU, mesh, weights="random", seed=5, value_head=True)
     sizes = schema.ActorConfig(minibatch_size=4, microbatch_size=1, ppo_epochs=2, learning_rate=1e-3, max_grad_norm=0.3)
-    values = schema.CriticConfig(minibatch_size=4, microbatch_size=1, learning_rate=1e-3)
+    values = schema.CriticConfig(learning_rate=1e-3)
     config = schema.Config(actor=sizes, critic=values, memory=memory)
     actor, critic = Actor(model, config, mesh, CPU), Critic(value_model, config, mesh, CPU)
     objects = dict(named_tensors(model))

@@ -22,13 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.config.schema import Config, Updates
+from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.plan.memory_estimate import longest_sequence
 from harness.trainer.actor import Actor, token_log_probs
 from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic, token_values
-from harness.trainer.losses import Counts
 from harness.trainer.model import allocate, build_on_meta, choose_attention, decoder_layers, named_tensors, shard
 from harness.trainer.offload import local
 from harness.trainer.rows import RowShards
@@ -196,18 +195,15 @@ class Execution:
             with MemTracker() as tracker:
                 tracker.track_external(model)
                 learner.after_backward.append(tracker.reset_mod_stats)  # of the modules; the peak stays
-                learner.backward(
-                    [batch] * self._microbatches(), Counts(tokens=batch.input_ids.numel(), sequences=len(batch))
-                )
+                learner.backward([batch] * self._microbatches(), batch.input_ids.numel())
                 update = _peak(tracker) - held
             model.zero_grad()
             return TrainerPeaks(parameters=held, forward=forward, update=update, optimizer=_optimizer_bytes(model))
 
     def _microbatches(self) -> int:
         """Return 2 if the rank's part of a minibatch is more than one microbatch: gradients are then there from the start."""
-        updates = self.config.critic if self.role == "critic" else self.config.actor
-        rows = -(-updates.minibatch_size // self.ranks)
-        return min(2, -(-rows // microbatch_rows(self.config, updates)))
+        rows = -(-self.config.actor.minibatch_size // self.ranks)
+        return min(2, -(-rows // microbatch_rows(self.config)))
 
     def _forward(self, model: nn.Module, batch: Batch) -> None:
         if self.role == "critic":
@@ -242,8 +238,9 @@ def _optimizer_bytes(model: nn.Module) -> int:
     return found - 4 * sum(each.nbytes for each in shards)
 
 
-def microbatch_rows(config: Config, updates: Updates) -> int:
+def microbatch_rows(config: Config) -> int:
     """Return how many sequences of full length a microbatch has."""
+    updates = config.actor
     if updates.tokens_per_microbatch:
         return max(1, updates.tokens_per_microbatch // longest_sequence(config))
     return updates.microbatch_size
@@ -251,9 +248,8 @@ def microbatch_rows(config: Config, updates: Updates) -> int:
 
 def _batch(config: Config, role: Role) -> Batch:
     """Return one microbatch of fake tensors, as large as the config lets one become, with all that a loss may ask for."""
-    updates = config.critic if role == "critic" else config.actor
     tokens = longest_sequence(config)
-    rows = microbatch_rows(config, updates)
+    rows = microbatch_rows(config)
     whole = torch.ones(rows, tokens, dtype=torch.int64)
     numbers = torch.zeros(rows, tokens)
     return Batch(

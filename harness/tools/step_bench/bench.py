@@ -143,7 +143,7 @@ def measure_limits(ppo: Ppo, index: int, tokens: float) -> tuple[dict[str, float
         limits["reference_log_probs"] = forward
     if critic := ppo.learning.critic:
         limits["values"] = forward_flops(lambda: critic.values(rollout), critic) / sum(all_gather(rate)) * scale
-        limits["update_critic"] = BACKWARD * limits["values"] * config.critic.ppo_epochs
+        limits["update_critic"] = BACKWARD * limits["values"] * config.actor.ppo_epochs
     with ppo.events.in_step(index):
         ppo.sync_weights(index)
     with actor.on_device():

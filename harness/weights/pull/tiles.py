@@ -117,9 +117,8 @@ def _matrices(move: Move) -> tuple[TileKind, np.ndarray]:
         vector = elements_at_once(move.source_dtype, move.target_dtype)
         aligned = source % AT_ONCE == target % AT_ONCE == 0 and all(step % vector == 0 for step in steps)
     columns = axes.pop()
-    if (
-        columns[0] == 1 and axes
-    ):  # no elements lie side by side: the innermost axis, whatever its strides, makes the columns
+    # No elements lie side by side: the innermost axis, whatever its strides, makes the columns.
+    if columns[0] == 1 and axes:
         columns, aligned = axes.pop(), False
     if not axes and columns[1:] == (1, 1) and columns[0] > WIDE[1]:  # one long run: full rows of tiles, and the rest
         full, rest = divmod(columns[0], WIDE[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.layers import to_toml
-from harness.config.schema import ActorConfig, Config, CriticConfig, Engine, Model, Parallel, Rollout, Run
+from harness.config.schema import ActorConfig, Config, Engine, Model, Parallel, Rollout, Run
 
 STARTED = 1_795_000_000.0
 GIB = 1 << 30
@@ -36,7 +36,6 @@ def fake_run(folder: Path, ranks: int = 64, passed: bool = False, steps: int = 4
         engine=Engine(device="cuda"),
         rollout=Rollout(prompts_per_step=2 * ranks),
         actor=ActorConfig(minibatch_size=ranks, microbatch_size=1),
-        critic=CriticConfig(minibatch_size=ranks, microbatch_size=1),
     )
     (folder / "events").mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config))
