@@ -28,9 +28,9 @@ from harness.tools.command_line import exit_with
 def main(arguments: list[str]) -> int:
     """Return the exit code."""
     environments.need("msgspec", "packaging", "psutil")
-    from harness.tools.bisection import verbs
+    from harness.tools.bisection import bisection
 
-    return verbs.main(arguments, __doc__ or "")
+    return bisection.main(arguments, __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@
     python launch/ppo.py CONFIG.toml --dry-run --nnodes 2 --nproc-per-node 8
 
 Later TOML files override earlier ones, and --section.key VALUE overrides them all. --check says whether the config can
-work, and --dry-run where every rank and engine would be and whether they fit in the GPUs; both work without a GPU and
-without torchrun. Exit codes: 0 passed; 1 failed, or --dry-run found that it does not fit; 2 the command line or the config
-is wrong, which one sentence explains; 124 a timeout; 125 this machine cannot run it; 143 SIGTERM ended the run after a
-checkpoint was saved. torchrun itself exits with 1 for all of these but 0.
+work, and --dry-run where every rank and engine would be; both work without a GPU and without torchrun. Exit codes: 0 passed;
+1 failed; 2 the command line or the config is wrong, which one sentence explains; 124 a timeout; 125 this machine cannot run
+it; 143 SIGTERM ended the run after a checkpoint was saved. torchrun itself exits with 1 for all of these but 0.
 """
 
 import os
@@ -34,7 +33,8 @@ def plan(command: Command) -> int:
     from harness.tools.plan import dry_run
 
     if command.options.dry_run:
-        return dry_run.show(command, preflight.check_plan(command.config, whole_model=False))
+        dry_run.show(command, preflight.check_plan(command.config, whole_model=False))
+        return 0
     preflight.go_on_in_environment()
     check_run_folder(command.config.run.dir)
     return dry_run.show_check(command, preflight.check_plan(command.config))

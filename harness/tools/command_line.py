@@ -8,7 +8,6 @@ import argparse
 import ast
 import inspect
 import json
-import math
 import os
 import shutil
 import sys
@@ -55,13 +54,11 @@ class RunOptions:
     check: bool = False
     """Only check whether the config can work, and say what could not be checked."""
     dry_run: bool = False
-    """Only print where every rank and engine would be, and whether they fit in the memory of the GPUs."""
+    """Only print where every rank and engine would be, and the command that tells whether they fit in the GPUs."""
     nnodes: int = 1
     """With --dry-run or --check: the number of hosts."""
     nproc_per_node: int = 0
     """With --dry-run or --check: ranks on each host; 0 spreads the mesh evenly over the hosts."""
-    gpu_memory_gib: float = 0.0
-    """With --dry-run: memory of one GPU in GiB; 0 means 80 (A100, H100). An H200 has 140."""
     cuda_visible_devices: list[str] = field(default_factory=list)
     """With --dry-run: CUDA_VISIBLE_DEVICES, once for all hosts, or once for each host in order. Default: unset."""
     inject: list[str] = field(default_factory=list)
@@ -73,6 +70,10 @@ class Command(NamedTuple):
 
     config: Config
     options: RunOptions
+    files: tuple[str, ...]
+    """The TOML files."""
+    overrides: tuple[tuple[str, str], ...]
+    """The keys that --section.key VALUE sets, over the files."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -110,7 +111,7 @@ def parse(
         except ValueError as error:
             raise ConfigError(f'run.inject = "{text}" cannot work: {error}.') from error
     _check_options(options, config)
-    return Command(config, options)
+    return Command(config, options, tuple(files), tuple(overrides))
 
 
 def refuse_plan_options(options: RunOptions) -> None:
@@ -214,17 +215,15 @@ def _split(words: list[str], options: type) -> tuple[list[str], list[tuple[str, 
 
 def _check_options(options: RunOptions, config: Config) -> None:
     """Check combinations of options, and derive nproc_per_node if it is not given."""
-    hosts, memory, lists = options.nnodes, options.gpu_memory_gib, len(options.cuda_visible_devices)
+    hosts, lists = options.nnodes, len(options.cuda_visible_devices)
     ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
     unused = f"({COMMAND_LINE}) is for --dry-run; add it"
     even = f"must divide the mesh of {ranks} ranks, got {hosts}; or give --nproc-per-node"
     each = f"must be given once, or once for each of --nnodes {hosts}, got {lists}"
     for kept, option, text in (
-        (options.dry_run or not memory, "gpu-memory-gib", unused),
         (options.dry_run or options.check or not lists, "cuda-visible-devices", unused),
         (hosts >= 1, "nnodes", f"must be at least 1, got {hosts}"),
         (options.nproc_per_node >= 0, "nproc-per-node", f"must be at least 0, got {options.nproc_per_node}"),
-        (0 <= memory < math.inf, "gpu-memory-gib", f"must be above 0, such as 80, got {memory}"),
         (lists in (0, 1, hosts), "cuda-visible-devices", each),
         (options.nproc_per_node or ranks % max(hosts, 1) == 0, "nnodes", even),
     ):

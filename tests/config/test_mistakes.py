@@ -83,12 +83,10 @@ MISTAKES = [
     ("--run.steps --run.seed 1", "--run.steps", "has no value"),
     ("--dry-rnu", "--dry-rnu", "is not an option", "nearest is --dry-run"),
     ("--zzz", "--zzz", "is not an option", "--section.key VALUE"),
-    ("--gpu-memory-gib 80", "--gpu-memory-gib", "--dry-run"),
     ("--cuda-visible-devices 0,1", "--cuda-visible-devices", "is for --dry-run; add it"),
     ("--dry-run=yes", "--dry-run", "yes"),
     ("--dry-run --nnodes two", "--nnodes must be an integer", "got 'two'"),
     ("--dry-run --nnodes 0", "--nnodes must be at least 1", "got 0"),
-    ("--dry-run --gpu-memory-gib -3", "--gpu-memory-gib must be above 0", "got -3"),
     ("--dry-run --nnodes 3", "--nnodes must divide the mesh of 2 ranks", "got 3", "--nproc-per-node"),
     (
         "--dry-run --nnodes 2 --cuda-visible-devices 0 --cuda-visible-devices 1 --cuda-visible-devices 2",

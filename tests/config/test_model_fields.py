@@ -7,11 +7,7 @@ import pytest
 
 from harness.config.layers import ConfigError
 from harness.config.model_fields import model_fields
-from harness.runtime.units import GIB
 from harness.task.tiny_models import ARCHITECTURES, tiny_config
-from harness.tools.command_line import parse
-from harness.tools.plan.memory_estimate import MemoryEstimate
-from harness.tools.plan.model_shapes import UnknownShape
 
 
 @pytest.fixture
@@ -35,14 +31,6 @@ def test_a_hubs_model_that_is_cached_is_read_and_another_is_refused_offline() ->
     assert model_fields("some/other", {}, "cpu") is None
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids to download it"):
         model_fields("some/other", {}, "cpu", download=True)
-
-
-@pytest.mark.usefixtures("cached")
-def test_the_memory_of_a_hubs_model_is_estimated_once_it_is_cached() -> None:
-    known, tiny = (parse(["--model.name", name]).config for name in ("some/model", "qwen3"))
-    assert MemoryEstimate(known, 80 * GIB).shares.parameters < MemoryEstimate(tiny, 80 * GIB).shares.parameters
-    with pytest.raises(UnknownShape, match="some/other.* is on the hub, and not in the cache of this machine"):
-        MemoryEstimate(parse(["--model.name", "some/other"]).config, 80 * GIB)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

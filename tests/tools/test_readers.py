@@ -26,7 +26,6 @@ from harness.tools.diagnose.diagnosis_text import as_json, as_text
 from harness.tools.export.program import render
 from harness.tools.export.subject import read_subject
 from harness.tools.fault_spec import KINDS, Fault, parse_fault
-from harness.tools.plan.model_shapes import UnknownShape, model_shape
 from harness.tools.preflight import check_index, check_safetensors
 from harness.tools.report.write_reports import write_reports
 from harness.tools.verl.shell_script import VerlCommand, command_of_script
@@ -188,18 +187,6 @@ def test_a_config(data: st.DataObject, tmp_path: Path) -> None:
     try:
         build_config([read_layer(str(file))])
     except ConfigError as error:
-        assert str(error)
-
-
-@QUICK
-@given(
-    JSON | st.dictionaries(st.sampled_from(["model_type", "hidden_size", "num_hidden_layers", "vocab_size"]), LEAVES)
-)
-def test_the_config_of_a_model(content: Any) -> None:
-    fields = content if isinstance(content, dict) else {}
-    try:
-        model_shape({"model_type": "qwen2", "num_hidden_layers": 1} | fields)
-    except UnknownShape as error:
         assert str(error)
 
 

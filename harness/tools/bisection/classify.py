@@ -1,8 +1,12 @@
 """One run of the command and its verdict: good, bad, skip, or other (it failed, but not as --match or --hang ask)."""
 
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from signal import SIGKILL, Signals
 
@@ -12,7 +16,7 @@ from harness.runtime.errors import CANNOT_RUN_HERE
 from harness.runtime.processes import SupervisorKilled, run_tree
 from harness.tools.bisection.failures import find_failure, shorten
 from harness.tools.bisection.installation import Environment, module_of
-from harness.tools.bisection.question import Pause, Question, command_of, is_of_this_repository, is_torchrun
+from harness.tools.bisection.question import Pause, Question, command_of, is_of_this_repository, is_python, is_torchrun
 from harness.tools.bisection.search import Verdict
 from harness.tools.bisection.state import FOLDER_MODE, Attempt
 from harness.tools.diagnose.entries import catalogue
@@ -38,14 +42,31 @@ _NEED_A_GPU = ("update-needs-nvidia-driver", "sgl-kernel-missing")
 """Known failures that appear only on a machine without a GPU."""
 
 
-_IMPORT = """
-import importlib, importlib.metadata as m, re, sys
+_MODULES = """
+import sys
+here = [] if sys.path[0] else [sys.path.pop(0)]  # a file there may have the name of one of these
+import importlib.metadata as m, importlib.util, re
+sys.path[:0] = here
 same = lambda name: re.sub(r"[-_.]+", "-", name).lower() == sys.argv[1]
 named = [n for n, found in m.packages_distributions().items() if any(map(same, found)) and n.isidentifier()]
-for name in {sys.argv[2]} & {*named} or named or [sys.argv[2]]:
+modules = {sys.argv[2]} & {*named} or named or [sys.argv[2]]
+"""
+"""Finds the modules of a package; its arguments are the package's normal name and that of its module, as far as that is known."""
+_IMPORT = (
+    _MODULES
+    + """
+for name in modules:
     importlib.import_module(name)
 """
-"""Imports a package; its arguments are the package's normal name and that of its module, as far as that is known."""
+)
+_FIND = (
+    _MODULES
+    + """
+for name in modules:
+    spec = importlib.util.find_spec(name)
+    print(f"{name} is {spec.origin if spec else 'not found'}")
+"""
+)
 IMPORT_SECONDS = 300.0
 
 
@@ -64,17 +85,26 @@ class Run:
     limit: float = 0.0
     """Seconds after which the run counts as hanging; 0: never."""
 
+    def variables(self) -> dict[str, str]:
+        """Return the command's variables."""
+        question = self.question
+        return self.environment.variables(self.no_gpu and question.runs_sglang, is_of_this_repository(question))
+
 
 def run_once(run: Run, beat: Callable[[], None] | None = None) -> Attempt:
     """Run the command and classify it. beat: called twice a second. Raises Pause if the script asks to stop, OSError."""
     question, environment, log = run.question, run.environment, run.folder / LOG
     run.folder.mkdir(FOLDER_MODE, parents=True)
-    variables = environment.variables(run.no_gpu and question.runs_sglang, is_of_this_repository(question))
+    variables, command = run.variables(), command_of(question, environment.python, run.folder)
     made = Attempt(code=-SIGKILL, timed_out=False, seconds=0.0, verdict="skip", log=str(log))
+    program = Path(question.folder) / command[0] if os.sep in command[0] else command[0]
+    if not shutil.which(program, path=variables["PATH"]):
+        made.reason = f"there is no {command[0]} in {Path(environment.python).parent} or on PATH"
+        return made
     try:
         with log.open("wb") as output:
             ended = run_tree(
-                command_of(question, environment.python, run.folder),
+                command,
                 output=output,
                 env=variables | {"BISECT_CANDIDATE": run.candidate},
                 cwd=question.folder,
@@ -117,6 +147,21 @@ def import_failure(run: Run, beat: Callable[[], None]) -> str:
     if not ended.code and not ended.timed_out:
         return ""
     return find_failure(log, run.folder / "none", ended.code, package).text or f"exit code {ended.code}"
+
+
+def imported_by(run: Run) -> str:
+    """Return the file from which the candidate's Python imports the package if it starts where the command's does.
+
+    `python -c` puts the current folder first on the path, as `python SCRIPT` does the script's.
+    """
+    package, (first, *rest) = run.question.options.package, run.question.command
+    main = next((Path(run.question.folder) / word for word in [first, *rest] if word.endswith(".py")), None)
+    folder = main.parent if main and main.is_file() else run.question.folder
+    options = takewhile(lambda word: word.startswith("-") and word not in ("-m", "-c"), rest)
+    flags = options if is_python(Path(first).name) else ()
+    command = [run.environment.python, *flags, "-c", _FIND, canonicalize_name(package), module_of(package)]
+    found = subprocess.run(command, capture_output=True, text=True, env=run.variables(), cwd=folder)
+    return " and ".join(found.stdout.split("\n")[:-1]) or f"{package} is not known"
 
 
 def _first_code(log: Path) -> int:

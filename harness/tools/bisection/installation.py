@@ -36,9 +36,8 @@ from harness.tools.bisection.candidates import (
     releases,
     repository_of,
 )
-from harness.tools.bisection.local_builds import LocalBuilds, find_builds
 from harness.tools.bisection.question import Options, Pause, Question, WrongQuestion, is_of_this_repository
-from harness.tools.environments import REPOSITORY, cpu_torch, pins_of, uv_environment
+from harness.tools.environments import REPOSITORY, cpu_torch, uv_environment
 
 _FREEZE = """
 import importlib.metadata as m, json, re
@@ -170,11 +169,8 @@ def _ask_uv(words: Sequence[str], stdin: str = "") -> str:
 def _install_by_uv(words: Sequence[str], folder: Path) -> None:
     """Run `uv WORDS` with its output in folder/install.log. If this process dies, uv ends too. Raises Unavailable, Pause."""
     log, command = folder / "install.log", [uv_binary(), *words, "--color", "never"]
-    variables = _uv_variables()
-    if "--refresh-package" in words:  # which uv refuses to do with this variable
-        variables.pop("UV_OFFLINE", None)
     with log.open("wb") as output:
-        ended = run_tree(command, output=output, env=variables)
+        ended = run_tree(command, output=output, env=_uv_variables())
     if ended.code:
         raise uv_problem(log.read_text(errors="replace"), ended.code)
 
@@ -296,21 +292,15 @@ class Overlay(Provider):
     sources: list[str]
 
     def make(self, candidate: Candidate) -> Environment:
-        builds = find_builds(self.store, self.sources, {self.package: candidate.name})
-        python = (self.python, python_version(self.python))
-        digest = _digest(self.package, candidate.name, *python, *self.sources, builds.key())
-        folder = keep(
-            self.store,
-            f"over-{self.package}-{candidate.name}-{digest}",
-            lambda new: self._install(candidate, new, builds),
-        )
+        digest = _digest(self.package, candidate.name, self.python, python_version(self.python), *self.sources)
+        key = f"over-{self.package}-{candidate.name}-{digest}"
+        folder = keep(self.store, key, lambda new: self._install(candidate, new))
         return Environment(python=self.python, paths=(str(folder / "site"),)).with_freeze()
 
-    def _install(self, candidate: Candidate, folder: Path, builds: LocalBuilds) -> None:
+    def _install(self, candidate: Candidate, folder: Path) -> None:
         words = ["pip", "install", "--no-deps", "--link-mode", "hardlink", "--target", str(folder / "site")]
-        words += ["--python", self.python, *self.sources, *builds.refresh(self.sources)]
+        words += ["--python", self.python, *self.sources]
         _install_by_uv([*words, f"{self.package}=={candidate.name}"], folder)
-        builds.note()
 
 
 @dataclass(kw_only=True)
@@ -336,10 +326,9 @@ class Pinned(Provider):
         lock = self.locks / f"{candidate.name}.txt"
         if not lock.exists():
             self._resolve(candidate, lock)
-        builds, version = find_builds(self.store, self.sources, pins_of(lock)), python_version(_python_of(lock))
-        digest = _digest(lock.read_text(), version, *self.sources, builds.key(), str(self.cpu_mode))
+        digest = _digest(lock.read_text(), python_version(_python_of(lock)), *self.sources, str(self.cpu_mode))
         key = f"{self.package}-{candidate.name}-{digest}"
-        folder = keep(self.store, key, lambda new: self._install(new, lock, builds))
+        folder = keep(self.store, key, lambda new: self._install(new, lock))
         return Environment(python=str(folder / "venv" / "bin" / "python")).with_freeze()
 
     def _resolve(self, candidate: Candidate, lock: Path) -> None:
@@ -385,16 +374,15 @@ class Pinned(Provider):
         pin = next((line.split(" ")[0] for line in lines if line.startswith("torch==")), "")
         return _cpu_torch(pin, *self.sources) if self.cpu_mode and pin and "+" not in pin else []
 
-    def _install(self, folder: Path, lock: Path, builds: LocalBuilds) -> None:
+    def _install(self, folder: Path, lock: Path) -> None:
         venv, pins = folder / "venv", lock.read_text().splitlines()
         words = ["venv", "--quiet", "--python", _python_of(lock), "--no-project"]
         _install_by_uv([*words, "--no-python-downloads", str(venv)], folder)
         install = ["pip", "install", "--no-deps", "--link-mode", "hardlink", "--python", str(venv / "bin" / "python")]
-        install += [*self.sources, *builds.refresh(self.sources)]
+        install += self.sources
         if torch := self._torch(pins):
             _install_by_uv([*install, *torch], folder)
         _install_by_uv([*install, "-r", str(lock)], folder)
-        builds.note()
 
 
 def _python_of(lock: Path) -> str:

@@ -61,6 +61,8 @@ class Record:
     verdict: Verdict
     reason: str
     environment: Environment
+    imported: str = ""
+    """Which file its Python imports as the package: a clause. Empty if it was not run."""
     attempts: list[Attempt] = field(default_factory=list)
     """Empty if it cannot be installed."""
 

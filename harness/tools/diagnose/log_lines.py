@@ -1,13 +1,12 @@
-"""The lines of any log, without colours: of plain and gzipped files, in UTF-8, UTF-16 and UTF-32, of JSON lines, and of run directories."""
+"""The lines of any log in UTF-8, without colours: of plain and gzipped files, of JSON lines, and of run directories."""
 
-import codecs
 import gzip
 import io
 import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import IO, Any, cast
@@ -16,9 +15,10 @@ from harness.runtime.tracebacks import LogLine, log_line, without_colours
 
 STDIN = "-"
 GZIP = b"\x1f\x8b"
+TAR, TAR_AT = b"ustar", 257
 HEAD_BYTES = 1024
 LONGEST_LINE = 1 << 16  # bytes; a longer line is read in pieces
-LARGEST_JSON = 1 << 23  # bytes of a .json file that is read as one value; of a larger one each line is read as text
+LARGEST_JSON = 1 << 23  # bytes of a .json file that is read as one table; of a larger one each line is read as text
 _LOG_SUFFIXES = (".log", ".txt", ".out", ".err", ".jsonl", ".gz")
 _FAILURE_KEYS = (
     "error", "traceback", "detail", "text", "said", "message", "msg", "log", "exception", "exc_info", "stack",
@@ -56,21 +56,24 @@ def log_files(paths: Sequence[str]) -> list[str]:
 
 
 def check_readable(files: Sequence[str]) -> None:
-    """Raise ValueError for an empty or a binary file, about which no answer would mean anything."""
+    """Raise ValueError for a file that is empty or is not text in UTF-8, about which no answer would mean anything."""
     for file in files:
-        name = "standard input" if file == STDIN else file
+        name, is_packed = "standard input" if file == STDIN else file, False
         if file == STDIN:
-            packed = head = cast(Any, sys.stdin.buffer).peek(HEAD_BYTES)[:HEAD_BYTES]
+            head = cast(Any, sys.stdin.buffer).peek(HEAD_BYTES)[:HEAD_BYTES]
+            is_packed = head.startswith(GZIP)
         elif Path(file).is_file():  # of a pipe, what is read here would be lost
-            with Path(file).open("rb") as stream, _opened(file) as text:
-                packed, head = stream.read(HEAD_BYTES), text.read(HEAD_BYTES)
+            with _opened(file) as text:
+                head = text.read(HEAD_BYTES)
+            is_packed = head[TAR_AT : TAR_AT + len(TAR)] == TAR  # of logs, whose lines can be read
         else:
             continue
         if not head:
             raise ValueError(f"{name} is empty; give a log.")
-        # A packed archive of logs has zeros too, and can be read.
-        if b"\0" in head.lstrip(b"\0") and not packed.startswith(GZIP) and _encoding_of(packed) is None:
-            raise ValueError(f"{name} is a binary file; give a log.")
+        if b"\0" in head.lstrip(b"\0") and not is_packed:
+            raise ValueError(
+                f"{name} is not text in UTF-8; convert it, such as with `iconv -f UTF-16 -t UTF-8`, or give a log."
+            )
 
 
 def is_of_a_run(file: str) -> bool:
@@ -84,52 +87,44 @@ def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
 
     A compressed file that is cut off or damaged, as after a killed job, is read as far as possible.
     """
-    name = path.removesuffix(".gz")
-    is_json = name.endswith((".jsonl", ".json"))
+    if path.removesuffix(".gz").endswith(".json") and Path(path).is_file():
+        with _opened(path) as stream:
+            texts = _failure_texts(_table_of(stream.read(LARGEST_JSON)))
+        if texts:  # the file is one table, such as a watchdog's verdict
+            yield from ((1, uncoloured(text.encode(errors="replace"))) for text in texts)
+            return
     with _opened(path) as stream:
-        for number, chunk in _values(stream) if name.endswith(".json") else _pieces(stream):
+        for number, chunk in _pieces(stream):
             # Loggers and Docker write a table in each line of any file.
-            if is_json or (chunk[:1] == b"{" and chunk.rstrip().endswith(b"}")):
-                yield from _lines_of_json(number, chunk)
-            else:
-                yield number, uncoloured(chunk)
+            is_table = chunk[:1] == b"{" and chunk.rstrip().endswith(b"}")
+            yield from _lines_of_table(number, chunk) if is_table else [(number, uncoloured(chunk))]
 
 
-def _values(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield number and bytes of the one JSON value that a file has; of each line if it has more, or is large."""
-    start = stream.read(LARGEST_JSON + 1)
-    if len(start) <= LARGEST_JSON and _json_of(start) is not None:
-        yield 1, start
-    else:
-        yield from _pieces(cast(IO[bytes], io.BufferedReader(_Chain(start, stream))))
-
-
-def _lines_of_json(number: int, chunk: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield what a JSON value that begins at this line says of failures; the text as it is if it is no JSON."""
-    value = _json_of(chunk)
-    texts = [each for text in _failure_texts(value) for each in text.splitlines()]
-    if texts or (isinstance(value, dict) and value.keys() >= _OF_OUR_EVENTS):
-        for prefix, text in zip(chain([_prefix_of(value)], repeat("")), texts, strict=False):
+def _lines_of_table(number: int, chunk: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield what a JSON table in one line says of failures; the line as it is if it says nothing."""
+    table = _table_of(chunk)
+    texts = _failure_texts(table)
+    if texts or table.keys() >= _OF_OUR_EVENTS:
+        for prefix, text in zip(chain([_prefix_of(table)], repeat("")), texts, strict=False):
             yield number, uncoloured(f"{prefix}{text}".encode(errors="replace"))
     else:
-        for offset, line in enumerate(chunk.splitlines()):
-            yield from ((number + offset, uncoloured(part)) for part in line.split(b"\\n"))
+        yield number, uncoloured(chunk)
 
 
-def _prefix_of(value: Any) -> str:
+def _prefix_of(table: Mapping[str, Any]) -> str:
     """Return logger and level of a row as hydra writes them, a prefix that every reader of log lines knows; "" without."""
-    given = value if isinstance(value, dict) else {}
-    level = next((found for key in _LEVEL_KEYS if (found := _LEVELS.get(str(given.get(key)).upper()))), "")
-    logger = next((str(given[key]) for key in ("logger", "name", "logger_name") if given.get(key)), "log")
+    level = next((found for key in _LEVEL_KEYS if (found := _LEVELS.get(str(table.get(key)).upper()))), "")
+    logger = next((str(table[key]) for key in ("logger", "name", "logger_name") if table.get(key)), "log")
     return f"[{re.sub(r'[^0-9A-Za-z_.]', '_', logger)}][{level}] - " if level else ""
 
 
-def _json_of(chunk: bytes) -> Any:
-    """Parse a JSON object or list; return None for any other text."""
+def _table_of(chunk: bytes) -> Mapping[str, Any]:
+    """Parse a JSON object; return an empty one for any other text."""
     try:
-        return json.loads(chunk) if chunk.lstrip().startswith((b"{", b"[")) else None
+        value = json.loads(chunk) if chunk.lstrip().startswith(b"{") else {}
     except (ValueError, RecursionError):
-        return None
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def uncoloured(raw: bytes) -> bytes:
@@ -144,12 +139,11 @@ def lines_of(path: str) -> Iterator[LogLine]:
     return (log_line(number, raw.decode("utf-8", errors="replace"), path) for number, raw in raw_lines(path))
 
 
-def _failure_texts(value: Any, key: str = "") -> Iterator[str]:
-    if isinstance(value, str) and key in _FAILURE_KEYS:
-        yield value
-    elif isinstance(value, dict | list):
-        for inner, each in value.items() if isinstance(value, dict) else ((key, each) for each in value):
-            yield from _failure_texts(each, inner)
+def _failure_texts(table: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the table's own texts about a failure, not of tables within it."""
+    values = [value for key, value in table.items() if key in _FAILURE_KEYS]
+    texts = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    return [line for text in texts if isinstance(text, str) for line in text.splitlines()]
 
 
 def _pieces(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -162,15 +156,11 @@ def _pieces(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _opened(path: str) -> IO[bytes]:
-    """Open a stream of UTF-8, once and without seeking: it may be a pipe. Its content says how it is packed and encoded."""
+    """Open a stream, once and without seeking: it may be a pipe. Its content says whether it is packed."""
     stream: Any = sys.stdin.buffer if path == STDIN else Path(path).open("rb", buffering=1 << 20)  # noqa: SIM115
     if stream.peek(2).startswith(GZIP):
         stream = io.BufferedReader(_Unpacked(stream), 1 << 16)
-    encoding = _encoding_of(stream.peek(HEAD_BYTES)[:HEAD_BYTES])
-    if encoding is None:
-        return cast(IO[bytes], stream)
-    text = io.TextIOWrapper(stream, encoding, errors="replace", newline="\n")
-    return cast(IO[bytes], io.BufferedReader(_Encoded(text), 1 << 16))
+    return cast(IO[bytes], stream)
 
 
 class _Unpacked(io.RawIOBase):
@@ -193,60 +183,3 @@ class _Unpacked(io.RawIOBase):
     def close(self) -> None:
         self._packed.close()
         super().close()
-
-
-class _Encoded(io.RawIOBase):
-    """A text in UTF-8."""
-
-    def __init__(self, text: io.TextIOWrapper) -> None:
-        self._text = text
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._text.read(len(buffer) // 4).encode(errors="replace")  # four bytes are the longest character
-        buffer[: len(found)] = found
-        return len(found)
-
-    def close(self) -> None:
-        self._text.close()
-        super().close()
-
-
-class _Chain(io.RawIOBase):
-    """A stream whose beginning was already read: first that beginning, then the rest."""
-
-    def __init__(self, start: bytes, rest: IO[bytes]) -> None:
-        self._start, self._rest = io.BytesIO(start), rest
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._start.read(len(buffer)) or self._rest.read(len(buffer))
-        buffer[: len(found)] = found
-        return len(found)
-
-
-_BOMS = {
-    codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
-}  # fmt: skip
-"""How a text begins -> its encoding. The first that fits counts."""
-_WIDE = {"utf-32-le": (4, 0), "utf-32-be": (4, 3), "utf-16-le": (2, 0), "utf-16-be": (2, 1)}
-"""Encoding -> bytes of a character, and which of them an English letter has; the others are zero. The first that fits counts."""
-
-
-def _encoding_of(head: bytes) -> str | None:
-    """Return UTF-16 or UTF-32 if the first bytes say so; None for UTF-8 and whatever is like it."""
-    for mark, name in _BOMS.items():
-        if head.startswith(mark):
-            return name
-    for name, (width, at) in _WIDE.items():
-        places = [head[each::width] for each in range(width)]
-        letters = places.pop(at)
-        zeros = min(each.count(0) / max(1, len(each)) for each in places)
-        if letters and zeros > 0.5 and letters.count(0) < 0.1 * len(letters):
-            return name
-    return None

@@ -16,7 +16,6 @@ from harness.tools.diagnose.entries import TABLE, Pattern, catalogue, surroundin
 from harness.tools.diagnose.kernel_kills import VICTIM, deaths_of_others
 from harness.tools.diagnose.log_lines import raw_lines
 from harness.tools.diagnose.progress import LONGEST_STEP, WORDS_OF_PROGRESS, Progress
-from harness.tools.diagnose.quotation import Quotation
 
 Kind = Literal["exception", "crash", "complaint", "line"]
 """How a symptom looks: an exception, a death below Python, an error line, or a line that only the catalogue knows."""
@@ -212,13 +211,11 @@ def read_facts(files: Sequence[str]) -> LogFacts:
     facts, index, seen = LogFacts(), _index(), set[Pattern]()
     for position, file in enumerate(files):
         scanner, kept, progress = _Scanner(position), dict[tuple[Pattern, str], int](), Progress()
-        last, quotation = deque[tuple[int, bytes]](maxlen=LAST_LINES), Quotation()
+        last = deque[tuple[int, bytes]](maxlen=LAST_LINES)
         for number, raw in raw_lines(file):
             words = set(raw.translate(TABLE).split())
             if words:
                 last.append((number, raw))
-            if (quotation.is_open or b"prompt" in words) and quotation.has(_line_of(number, raw, file)):
-                continue
             patterns = [
                 each
                 for word in words & index.by_word.keys()

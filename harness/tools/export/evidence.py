@@ -10,9 +10,9 @@ from shlex import join
 
 from harness.runtime.cpu_standins import STANDINS, torch_is_for_cpu
 from harness.tools.bisection.answer import answer_of, sentences
+from harness.tools.bisection.bisection import COMMITS_FOLDER
 from harness.tools.bisection.question import SCRIPT
 from harness.tools.bisection.state import STATE, load_state
-from harness.tools.bisection.verbs import COMMITS_FOLDER
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.log_lines import log_files
 from harness.tools.environment_file import package_versions

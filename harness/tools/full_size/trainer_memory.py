@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.plan.memory_estimate import longest_sequence
+from harness.tools.full_size.gpu_stages import longest_sequence
 from harness.trainer.actor import Actor, token_log_probs
 from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic, token_values

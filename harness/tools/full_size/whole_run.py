@@ -1,7 +1,8 @@
 """A whole run at the model's true size: what each GPU holds in each stage of a step, and what a weight sync moves.
 
 Engine and trainer answer by their own code (`engine_ranks.py`, `trainer_memory.py`). SGLang's own code counts the KV
-cache of one token. By formula: what CUDA, NCCL and SGLang keep beside (`tools/plan`).
+cache of one token. What CUDA, NCCL and SGLang keep
+beside is not executed, but a number that was measured once (`gpu_stages.py`).
 """
 
 from collections import Counter, defaultdict
@@ -20,20 +21,20 @@ from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.units import GIB, MIB
 from harness.tools.full_size.engine_ranks import NO_LAYER, EngineRank, by_layer
 from harness.tools.full_size.forks import ForkEnded, in_forks
-from harness.tools.full_size.sync_plan import TRANSPORTS, Rates, RunShape, SyncPlan, SyncPlanner
-from harness.tools.full_size.trainer_memory import Execution, Role, TrainerPeaks, trainer_peaks
-from harness.tools.full_size.trainer_names import TrainerNames, trainer_class
-from harness.tools.plan.memory_estimate import (
+from harness.tools.full_size.gpu_stages import (
     BESIDE,
     FP8_COPY,
     WEIGHTS,
     EngineShare,
-    MemoryEstimate,
+    GpuMemory,
     Shares,
     TrainerShare,
     engine_arguments,
     size,
 )
+from harness.tools.full_size.sync_plan import TRANSPORTS, Rates, RunShape, SyncPlan, SyncPlanner
+from harness.tools.full_size.trainer_memory import Execution, Role, TrainerPeaks, trainer_peaks
+from harness.tools.full_size.trainer_names import TrainerNames, trainer_class
 from harness.trainer.rows import RowShards
 from harness.weights.fusing import FusingGroup
 
@@ -56,7 +57,7 @@ NVLINK_RATE = 337e9
 class WholeRun:
     """What was found out about a run."""
 
-    memory: MemoryEstimate
+    memory: GpuMemory
     transport: TransportName
     """The one of the run."""
     plans: Mapping[TransportName, SyncPlan]
@@ -92,7 +93,7 @@ class WholeRun:
             f"Memory of the fullest GPU in GiB, of {gpu_gib:g} (--gpu-memory-gib). Executed on fake tensors: a rank's shards are"
             f" {size(peaks.parameters)}.",
             *self.memory.table_lines(),
-            f"  By formula: {BESIDE}. Not counted: fragments of torch's allocator.",
+            f"  Not executed: {BESIDE}, which were measured once, on 4 H200. Not counted: fragments of torch's allocator.",
             "",
             *self._sync_lines(rates),
             "",
@@ -202,13 +203,12 @@ def examine_run(
         bucket_bytes=config.weights.bucket_size_mib * MIB,
     )
     shares = Shares(
-        parameters=sum(each.numel() for each in names.tensors.values() if isinstance(each, torch.nn.Parameter)),
         engine=engine_shares(config, ranks),
         trainers={role: trainer_share(each) for role, each in peaks.items()},
         bucket_bytes=planner.largest_bucket,
         copy_bytes=max(copies),
     )
-    memory = MemoryEstimate(config, int(gpu_gib * GIB), shares)
+    memory = GpuMemory(config, int(gpu_gib * GIB), shares)
     return WholeRun(
         memory=memory,
         shape=shape,
@@ -221,7 +221,7 @@ def examine_run(
 
 
 def own_parts(
-    memory: MemoryEstimate,
+    memory: GpuMemory,
     dims: ParallelDims,
     engine: Sequence[EngineRank],
     missing: Sequence[int],

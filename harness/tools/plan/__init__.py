@@ -1,1 +1,1 @@
-"""Where the ranks of a run would be and how much memory its GPUs need, without torch or a GPU."""
+"""Where the ranks of a run would be, without torch or a GPU."""

@@ -1,9 +1,10 @@
-"""What launch/ppo.py --dry-run and --check print: where every rank and engine of a run would be, and whether it fits.
+"""What launch/ppo.py --dry-run and --check print: where every rank and engine of a run would be.
 
-Needs neither torch, transformers nor SGLang.
+Needs neither torch, transformers nor SGLang. launch/full_size.py executes what a GPU holds; --dry-run prints its command.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -11,14 +12,10 @@ from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import RankLocation, parse_visible
+from harness.config.model_fields import is_hub_model
 from harness.config.resolve import Resolved
-from harness.runtime.units import GIB
 from harness.tools.command_line import Command
 from harness.tools.picture import picture
-from harness.tools.plan.memory_estimate import MemoryEstimate
-from harness.tools.plan.model_shapes import UnknownShape
-
-DEFAULT_GPU_GIB = 80.0
 
 
 def planned_locations(
@@ -69,8 +66,8 @@ def show_check(command: Command, resolved: Resolved) -> int:
     return 0
 
 
-def show(command: Command, resolved: Resolved) -> int:
-    """Print the plan; return the exit code, 1 if it does not fit. Raise ValueError if it cannot be placed."""
+def show(command: Command, resolved: Resolved) -> None:
+    """Print where every rank would be. Raise ValueError if it cannot be placed."""
     options, visible = command.options, _visible(command)
     lines = _picture(command, resolved, visible)
     _warn(resolved)
@@ -81,17 +78,22 @@ def show(command: Command, resolved: Resolved) -> int:
         print("CUDA_VISIBLE_DEVICES hides every GPU from this shell; the plan is for hosts whose GPUs are visible")
     if visible and not options.cuda_visible_devices:
         print(f"CUDA_VISIBLE_DEVICES = {visible[0]} comes from this shell; --cuda-visible-devices gives another")
-    if _device(resolved) == "cpu":
-        print("\nMemory is not estimated for the CPU.")
-        return 0
-    default = "an A100 or H100; another with --gpu-memory-gib, 140 for an H200"
-    try:
-        memory = MemoryEstimate(resolved.config, int((options.gpu_memory_gib or DEFAULT_GPU_GIB) * GIB))
-    except UnknownShape as problem:
-        print(f"\nMemory is not estimated: {problem}.")
-        return 0
-    print("", *memory.as_lines("--gpu-memory-gib" if options.gpu_memory_gib else default), sep="\n")
-    return 0 if memory.fits else 1
+    if _device(resolved) == "cuda":
+        print(f"\n{memory_sentence(command)}")
+
+
+def memory_sentence(command: Command) -> str:
+    """Return the command that tells what each GPU of this run holds, or what it would need to be given."""
+    if len(command.files) != 1 or is_hub_model(command.config.model.name):
+        return (
+            "Whether it fits in the GPUs is told by launch/full_size.py, which takes one TOML file, and a model whose config.json"
+            " is in a folder here."
+        )
+    options = command.options
+    hosts = ["--nnodes", str(options.nnodes), "--nproc-per-node", str(options.nproc_per_node)]
+    keys = [f"--{key}={value}" for key, value in command.overrides]
+    words = shlex.join(["launch/full_size.py", *command.files, *hosts, *keys])
+    return f"Whether it fits in the GPUs is told by\n  python3 {words}"
 
 
 def _device(resolved: Resolved) -> Literal["cpu", "cuda"]:

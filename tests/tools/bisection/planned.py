@@ -65,6 +65,6 @@ def bisection_of(
     """A bisection that starts no process and writes nothing."""
     monkeypatch.setattr(bisection, "run_once", run_once)
     monkeypatch.setattr(bisection, "import_failure", lambda run, beat: "")
-    monkeypatch.setattr(bisection, "check_command", lambda question, environment, cpu_mode: None)
+    monkeypatch.setattr(bisection, "imported_by", lambda run: "")
     monkeypatch.setattr(State, "save", lambda state, folder: None)
     return Bisection(state, Path("/nowhere"), Anything(), Silent(), 0, True)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from harness.tools.bisection import candidates, verbs
+from harness.tools.bisection import bisection, candidates
 from harness.tools.bisection.question import Pause
 from tests.tools.bisection.bisecting import Bench, bare_python
 from tests.tools.bisection.wheels import make_wheel
@@ -72,7 +72,7 @@ def test_one_sentence_and_exit_code_2(
     """In this process, for nothing is run or installed."""
     monkeypatch.chdir(bench.folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(bench.folder / "cache"))
-    assert verbs.main(words.split(), "") == 2
+    assert bisection.main(words.split(), "") == 2
     said = capfd.readouterr()
     assert sentence in said.err and said.err.startswith("error: ") and said.err.count("\n") == 1
 
@@ -82,7 +82,7 @@ def test_a_checkout_without_git(
 ) -> None:
     monkeypatch.chdir(bench.folder)
     monkeypatch.setenv("PATH", str(bench.folder))
-    assert verbs.main(f"--git . {ENDS} -- script.py".split(), "") == 2
+    assert bisection.main(f"--git . {ENDS} -- script.py".split(), "") == 2
     assert "git, which is not on PATH; install it." in capfd.readouterr().err
 
 

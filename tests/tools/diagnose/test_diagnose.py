@@ -320,7 +320,7 @@ def test_the_command_and_its_exit_codes(tmp_path: Path) -> None:
     assert launch(str(tmp_path / "empty")).returncode == 2
 
 
-@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"\x12\x34\0\0\x01{}", "is a binary file")])
+@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"\x12\x34\0\0\x01{}", "is not text in UTF-8")])
 def test_what_is_no_log_is_refused_in_one_sentence(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(content)
     command = [sys.executable, str(REPOSITORY / "launch" / "diagnose.py")]

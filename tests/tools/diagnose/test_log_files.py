@@ -1,4 +1,4 @@
-"""Files as people have them: other encodings, colours, pipes, cut archives, deep JSON; and consoles that know ASCII only."""
+"""Files as people have them: colours, pipes, cut archives, deep JSON; and consoles that know ASCII only."""
 
 import gzip
 import io
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import threading
 import zlib
 from pathlib import Path
@@ -24,36 +25,38 @@ def slug(found: Diagnosis) -> str:
     return found.finding.entry.slug if found.finding else found.verdict
 
 
-WIDE = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8-sig"]
-
-
-@pytest.mark.parametrize("encoding", [*WIDE, "latin-1"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_other_encodings(encoding: str, packed: bool, tmp_path: Path) -> None:
+def test_another_encoding_is_to_be_converted(packed: bool, tmp_path: Path) -> None:
     log = tmp_path / "a.log"
-    data = f"epoch 1: caf\u00e9\r\n{'x' * 3000}\r\n{ERROR}\r\n".encode(encoding)
-    log.write_bytes(gzip.compress(data) if packed else data)
-    found = diagnose([str(log)])
-    assert slug(found) == SLUG
-    assert found.finding and found.finding.line.number == 3
+    for encoding in ("utf-16", "utf-16-be", "utf-32"):
+        data = f"epoch 1\r\n{ERROR}\r\n".encode(encoding)
+        log.write_bytes(gzip.compress(data) if packed else data)
+        run = launch(str(log))
+        assert run.returncode == 2 and run.stderr.count("\n") == 1
+        assert f"{log} is not text in UTF-8; convert it" in run.stderr
 
 
-@pytest.mark.parametrize("name", ["a.log", "a.txt", "a.json", "a.jsonl", "a.json.gz", "a.gz"])
-@pytest.mark.parametrize("encoding", ["utf-8", *WIDE])
+@pytest.mark.parametrize("name", ["a.log", "a.json", "a.jsonl", "a.json.gz", "a.gz"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_content_and_not_the_name_says_how_a_file_is_packed_and_encoded(
-    name: str, encoding: str, packed: bool, tmp_path: Path
-) -> None:
-    texts = [f"all is well\n{ERROR}\n"]
+def test_the_content_and_not_the_name_says_how_a_file_is_packed(name: str, packed: bool, tmp_path: Path) -> None:
+    texts = [f"all is well, caf\u00e9\n{ERROR}\n"]
     if ".json" in name:
-        texts = [json.dumps({"log": f"started\n{ERROR}"}, indent=indent) for indent in (None, 1)]
+        texts = [json.dumps({"log": f"started\n{ERROR}"}) + "\n"]
+    if name.startswith("a.json") and name != "a.jsonl":
+        texts.append(json.dumps({"log": f"started\n{ERROR}"}, indent=1))
     for text in texts:
-        data = text.encode(encoding)
+        data = text.encode()
         (tmp_path / name).write_bytes(gzip.compress(data) if packed else data)
         check_readable([str(tmp_path / name)])
-        found = diagnose([str(tmp_path / name)])
-        assert slug(found) == SLUG
-        assert ".json" not in name or "\n" in text or (found.finding and found.finding.line.whole == ERROR)
+        assert slug(diagnose([str(tmp_path / name)])) == SLUG
+
+
+def test_a_packed_archive_of_logs_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(f"{ERROR}\n")
+    with tarfile.open(tmp_path / "logs.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "a.log", "a.log")
+    check_readable([str(tmp_path / "logs.tar.gz")])
+    assert slug(diagnose([str(tmp_path / "logs.tar.gz")])) == SLUG
 
 
 def test_a_file_named_json_may_have_one_value_in_each_line(tmp_path: Path) -> None:
@@ -158,11 +161,13 @@ def test_deep_json_is_text(tmp_path: Path) -> None:
         assert slug(diagnose([str(tmp_path / name)])) == SLUG
 
 
-def test_a_traceback_within_a_value_of_foreign_json(tmp_path: Path) -> None:
-    trace = f"Traceback (most recent call last):\n  File 'x'\n{ERROR}"
-    (tmp_path / "a.json").write_text(json.dumps({"jobs": [{"notes": trace}]}, indent=1))
-    found = diagnose([str(tmp_path / "a.json")])
-    assert slug(found) == SLUG
+def test_a_table_within_a_table_is_not_taken_apart(tmp_path: Path) -> None:
+    rows = [{"message": "RuntimeError: outer"}, {"jobs": {"message": "RuntimeError: inner"}}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [line.decode().rstrip() for _, line in raw_lines(str(tmp_path / "a.jsonl"))] == [
+        "RuntimeError: outer",
+        json.dumps(rows[1]),
+    ]
 
 
 def test_json_lines_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +185,7 @@ def test_the_message_of_a_row_of_structlog_is_read(tmp_path: Path) -> None:
 
 
 def test_standard_input_may_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = io.TextIOWrapper(io.BufferedReader(io.BytesIO(gzip.compress(f"{ERROR}\n".encode("utf-16")))))
+    given = io.TextIOWrapper(io.BufferedReader(io.BytesIO(gzip.compress(f"{ERROR}\n".encode()))))
     monkeypatch.setattr(sys, "stdin", given)
     assert slug(diagnose(["-"])) == SLUG
 

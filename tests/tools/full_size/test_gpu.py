@@ -16,18 +16,17 @@ pytestmark = pytest.mark.gpu
 
 PREDICT = """
 import json, sys
-from dataclasses import replace
 from pathlib import Path
 from harness.runtime import cpu_standins
 cpu_standins.activate()
 from harness.tools.command_line import parse
 from harness.tools.full_size import question, whole_run
-from harness.tools.plan.memory_estimate import BESIDE, MemoryEstimate, formula_shares
+from harness.tools.full_size.gpu_stages import BESIDE, EngineShare, GpuMemory, Shares
 config = parse(sys.argv[2:]).config
 folder = question._of_config(config, question.Options(), Path(sys.argv[1])).folder
 peaks = whole_run.measure_trainer(folder, config, 2)
-shares = replace(formula_shares(config), trainers={role: whole_run.trainer_share(each) for role, each in peaks.items()})
-stages = MemoryEstimate(config, 1 << 37, shares).stages
+trainers = {role: whole_run.trainer_share(each) for role, each in peaks.items()}
+stages = GpuMemory(config, 1 << 37, Shares(engine=[EngineShare(0, 0, 0, 0, 0)], trainers=trainers, bucket_bytes=0)).stages
 print(json.dumps({
     stage: sum(nbytes for part, nbytes in parts.items() if part != BESIDE and not part.startswith("engine"))
     for stage, parts in stages.items()

@@ -20,12 +20,12 @@ from harness.runtime.units import GIB
 from harness.tools.full_size.answer import Answer
 from harness.tools.full_size.engine_ranks import EngineRank, filled_in_part
 from harness.tools.full_size.findings import Findings
+from harness.tools.full_size.gpu_stages import EngineShare, GpuMemory, Shares, TrainerShare
 from harness.tools.full_size.page import page_of
 from harness.tools.full_size.question import Options, Question
 from harness.tools.full_size.sync_plan import RunShape, SyncPlan
 from harness.tools.full_size.trainer_names import TrainerNames
 from harness.tools.full_size.whole_run import WholeRun, missing_bytes, own_parts
-from harness.tools.plan.memory_estimate import EngineShare, MemoryEstimate, Shares, TrainerShare
 from harness.weights.tensor_view import TensorView
 from harness.weights.worker.coverage import LoadCoverage
 from tests.tools.full_size.test_full_size import full_size, with_layers
@@ -200,12 +200,11 @@ def whole_run(ranks: Sequence[EngineRank], tp: int, pp: int, hosts: int, experts
     config = build_config([Layer("a default", lean), Layer("a test", keys)])
     chunk = -(-experts // dims.world_size) * GIB
     shares = Shares(
-        parameters=1000,
         engine=[EngineShare(stage, 0, 1, ranks[stage * tp].nbytes, 1000 * (stage + 1)) for stage in range(pp)],
         trainers={"actor": TrainerShare(parameters=chunk, log_probs={"activations": GIB}, update={"activations": 2 * GIB})},
         bucket_bytes=GIB,
     )  # fmt: skip
-    memory = MemoryEstimate(config, 80 * GIB, shares)
+    memory = GpuMemory(config, 80 * GIB, shares)
     tensor = torch.nn.Parameter(torch.empty(experts, GIB // 4, device="meta"))
     missing = missing_bytes(TrainerNames(layout=(), tensors={"experts": tensor}), dims.world_size, torch.float32)
     between = tuple(tuple(0 if host == sender else 10**9 + sender for sender in range(hosts)) for host in range(hosts))

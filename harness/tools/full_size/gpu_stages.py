@@ -1,28 +1,18 @@
-"""Estimate the memory of one GPU in each stage of a step, and whether it fits. The order of a step is harness/ppo.py's.
+"""What one GPU holds in each stage of a step, and whether it fits. The order of a step is harness/ppo.py's.
 
-Engine, as of sglang 0.5.20: the vocabulary is padded to a multiple of 64, key-value heads are repeated where there are fewer
-than ranks, and MLA keeps kv_b_proj twice. Trainer: FSDP2 gives every rank the same number of rows and pads the last ones, so
-that 256 experts on 512 ranks take twice their bytes. launch/full_size.py has SGLang and the trainer answer instead.
+Engine and trainer have told what each of them holds (`whole_run.py`). Here it is added up, stage by stage: what is released or
+offloaded in a stage is not on the GPU, and what mem_fraction_static leaves beside the engine's weights is its KV cache.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from textwrap import wrap
 from typing import Any, Literal
 
-from harness.config.fp8_rules import BLOCK
-from harness.config.model_fields import model_fields
-from harness.config.schema import Config, Updates
+from harness.config.schema import Config
 from harness.rollout.defaults import engine_defaults
 from harness.runtime.units import GIB, MIB
-from harness.tools.plan.model_shapes import LayerShape, ModelShape, UnknownShape, model_shape
 
-VOCAB_PADDING = 64
-FLOAT32_BYTES = 4
-SCALE_BYTES = FLOAT32_BYTES / BLOCK**2
-"""Of one element's share of the scale of its block."""
-FP8_BYTES = 1 + SCALE_BYTES
 CONTEXT_BYTES = GIB // 2
 """A CUDA context. The trainer and the scheduler have one each when the engine starts. Assumed."""
 BESIDE_BYTES = 5.7 * GIB
@@ -31,18 +21,9 @@ BESIDE_BYTES = 5.7 * GIB
 Measured after a step of configs/gpu/memory_7b.toml (4 H200, sglang 0.5.17, torch 2.11): 14.6 GiB were in use, of which this
 is neither parameters nor buffers of the sync.
 """
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BESIDE, KV_CACHE = "CUDA, NCCL, SGLang", "engine: KV cache"
 KV_AT_MOST, STATES = "engine: KV cache, at most", "engine: linear attention"
 WEIGHTS, FP8_COPY = "engine: weights", "actor: FP8 copy to send"
-GATHERED, ADAMW = "FSDP2: layers gathered", "AdamW's temporaries"
-NOTES = (
-    "not counted: activations inside a layer, fragments of torch's allocator, what SGLang computes with (it takes that from"
-    " the rest of the GPU, 1 - mem_fraction_static), what weights.verify = bytes or full needs, other users of the GPU.",
-    f"{BESIDE}: contexts, buffers and what SGLang does not free; {BESIDE_BYTES / GIB:.1f} GiB in the one run in which it was"
-    " measured (4 H200).",
-    "engine.args that change how SGLang cuts or stores weights are not counted, nor is a draft model.",
-)
 WIDTH = 120
 
 Role = Literal["actor", "critic", "reference"]
@@ -91,8 +72,6 @@ class TrainerShare:
 class Shares:
     """What the parts of a run hold, from which the stages of a step are added up."""
 
-    parameters: int
-    """Elements of the model."""
     engine: list[EngineShare]
     """Of each pipeline stage."""
     trainers: dict[Role, TrainerShare]
@@ -102,133 +81,9 @@ class Shares:
     """What a trainer rank keeps between syncs of the actor's weights in the engine's precision, if that is another one."""
 
 
-def stage_layers(layers: int, pp: int) -> list[range]:
-    """Return the decoder layers of each stage, as SGLang divides them: the last stages get the remaining layers."""
-    base, rest = divmod(layers, pp)
-    starts = [stage * base + max(0, stage - (pp - rest)) for stage in range(pp + 1)]
-    return [range(start, stop) for start, stop in pairwise(starts)]
-
-
-def engine_shares(
-    model: ModelShape, tp: int, pp: int, weight_bytes: int, kv_bytes: int, quantized_bytes: float | None = None
-) -> list[EngineShare]:
-    """Return the share of each pipeline stage; its tp ranks hold the same. weight_bytes, kv_bytes: of one element.
-
-    quantized_bytes: of one that block-FP8 quantizes, with its share of a scale; None: as of the others.
-    """
-    quantized_bytes = quantized_bytes or weight_bytes
-    vocabulary = -(-model.vocab_size // VOCAB_PADDING) * VOCAB_PADDING * model.hidden_size // tp
-    kv_heads = 1 if model.is_mla else max(1, model.kv_heads // tp)
-    shares = []
-    for stage, layers in enumerate(stage_layers(len(model.layers), pp)):
-        quantized = sum(_quantized_in_engine(model.layers[layer], model, tp) for layer in layers)
-        # SGLang keeps what MLA absorbs in 16 bits.
-        others = sum(model.layers[layer].absorbed // tp + model.layers[layer].router for layer in layers)
-        others += vocabulary * ((stage == 0) + (stage == pp - 1 and (pp > 1 or not model.is_tied)))
-        kv_token = kv_heads * model.kv_width * len(layers) * kv_bytes
-        held = int(quantized * quantized_bytes) + others * weight_bytes
-        shares.append(EngineShare(stage, layers.start, layers.stop - 1, held, kv_token))
-    return shares
-
-
-def _quantized_in_engine(layer: LayerShape, model: ModelShape, tp: int) -> int:
-    """Return the elements of a layer on one rank that block-FP8 quantizes."""
-    key_value = layer.key_value * max(1, model.kv_heads // tp) // model.kv_heads
-    return (layer.split + layer.experts) // tp + key_value + layer.whole - layer.router
-
-
-def copy_bytes(model: ModelShape, ranks: int) -> int:
-    """Return the bytes of the FP8 copy on the fullest of the trainer's ranks.
-
-    Experts go to ranks whole, with their scales. Other matrices may be cut within a block, so each rank has all their scales.
-    """
-    experts = sum(layer.experts for layer in model.layers)
-    others = sum(layer.quantized for layer in model.layers) - experts
-    return int((_padding(model, ranks) * experts * FP8_BYTES + others) / ranks + others * SCALE_BYTES)
-
-
-def _padding(model: ModelShape, ranks: int) -> float:
-    """Return how many times the bytes of all experts the ranks take: FSDP2 gives each rank as many as the first."""
-    return -(-model.experts // ranks) * ranks / model.experts if model.experts else 1.0
-
-
-def trainer_share(
-    model: ModelShape,
-    ranks: int,
-    master: int,
-    compute: int,
-    *,
-    tokens: int = 0,
-    head: bool = True,
-) -> TrainerShare:
-    """Return the share of a model with a language model's head, or with the single row of a value head.
-
-    master: bytes of an element in shards, gradients and moments. compute: gathered, and in activations. tokens: of one
-    microbatch. FSDP2 gathers the experts of a layer by themselves, and the rest of it, into a flat buffer that it then copies
-    out. In a backward the next unit's buffer, the unit's gradients, and their float32 copies come on top.
-    """
-    padding = _padding(model, ranks)
-    experts = max(int(padding * layer.experts) for layer in model.layers)
-    rest = max(layer.elements - layer.experts for layer in model.layers)
-    held = sum(layer.elements + int((padding - 1) * layer.experts) for layer in model.layers)
-    outside = model.vocab_size * model.hidden_size * (2 if head and not model.is_tied else 1)
-    largest = max(experts, rest)
-    cast = largest // ranks * compute if master != compute else 0
-    forward = (2 * largest + min(experts, rest)) * compute + cast + outside * compute
-    of_experts = (compute + FLOAT32_BYTES) * experts + 2 * compute * rest
-    of_rest = (3 * compute + FLOAT32_BYTES) * rest
-    backward = max(of_experts, of_rest) + cast + 2 * outside * compute
-    # Logits, their float32 copy at temperature, and for the entropy the softmax, another copy and their product.
-    logits = {"logits": tokens * model.vocab_size * (compute + 4 * FLOAT32_BYTES)} if head else {}
-    gathered = {GATHERED: outside * compute}
-    inputs = tokens * model.hidden_size * len(model.layers) * compute
-    kept = {"layers' inputs kept": inputs}
-    parameters = (held + outside) // ranks * master
-    return TrainerShare(
-        parameters=parameters,
-        log_probs=_larger({GATHERED: forward}, gathered | logits),
-        update=_larger({GATHERED: backward} | kept, gathered | logits | kept, {ADAMW: parameters}),
-    )
-
-
-def formula_shares(config: Config) -> Shares:
-    """Return the shares by the fields of the model's config.json. Raise UnknownShape, see MemoryEstimate."""
-    parallel, name = config.parallel, config.model.name
-    fields = model_fields(name, config.model.overrides, "cuda")
-    if fields is None:
-        raise UnknownShape(f'model.name = "{name}" is on the hub, and not in the cache of this machine')
-    model = model_shape(fields)
-    arguments = engine_arguments(config)
-    element, master = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.model.master_dtype]
-    ranks = parallel.dp * parallel.tp * parallel.pp
-    kv_bytes = 1 if str(arguments.get("kv_cache_dtype")).startswith("fp8") else element
-    quantized = FP8_BYTES if config.model.rollout_precision == "fp8_block" else None
-
-    def share(updates: Updates, master: int, head: bool = True) -> TrainerShare:
-        return trainer_share(model, ranks, master, element, tokens=microbatch_tokens(config, updates), head=head)
-
-    trainers: dict[Role, TrainerShare] = {"actor": share(config.actor, master)}
-    if config.algorithm.has_critic:
-        trainers["critic"] = share(config.critic, master, head=False)
-    if config.algorithm.kl_placement != "none":
-        trainers["reference"] = share(config.actor, element)
-    return Shares(
-        parameters=model.parameters,
-        engine=engine_shares(model, parallel.tp, parallel.pp, element, kv_bytes, quantized),
-        trainers=trainers,
-        bucket_bytes=largest_bucket(model, ranks, element, config.weights.bucket_size_mib * MIB, quantized),
-        copy_bytes=copy_bytes(model, ranks) if quantized else 0,
-    )
-
-
 def engine_arguments(config: Config) -> dict[str, Any]:
     """Return the engine's arguments on a GPU, as far as the config decides them."""
     return {**engine_defaults("cuda", config.engine.preset), **config.engine.args}
-
-
-def microbatch_tokens(config: Config, updates: Updates) -> int:
-    """Return the most tokens that a rank computes at a time."""
-    return updates.tokens_per_microbatch or updates.microbatch_size * longest_sequence(config)
 
 
 def longest_sequence(config: Config) -> int:
@@ -236,41 +91,16 @@ def longest_sequence(config: Config) -> int:
     return config.task.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-def largest_bucket(
-    model: ModelShape, ranks: int, dtype_bytes: int, limit_bytes: int, quantized_bytes: float | None = None
-) -> int:
-    """Return the bytes of the largest bucket: the limit, or what cannot be split: the embedding, one expert of each rank.
-
-    quantized_bytes: as in engine_shares.
-    """
-    quantized_bytes = quantized_bytes or dtype_bytes
-    expert = max(layer.experts for layer in model.layers) // model.experts * 2 // 3 if model.experts else 0
-    # An expert and its scales are sent apart.
-    whole = max(model.vocab_size * model.hidden_size * dtype_bytes, expert * ranks * int(quantized_bytes))
-    quantized = sum(layer.quantized for layer in model.layers)
-    sent = int(quantized * quantized_bytes) + (model.parameters - quantized) * dtype_bytes
-    return max(whole, min(limit_bytes, sent))
-
-
-class MemoryEstimate:
+class GpuMemory:
     """The GPU of the rank that has most, in bytes, on GPUs that no other process uses.
 
     stages: the times of a step at which memory is at its height. problems: why it does not fit.
     """
 
-    def __init__(self, config: Config, gpu_bytes: int, shares: Shares | None = None) -> None:
-        """shares: as measured otherwise; None for those of formula_shares.
-
-        Raise UnknownShape if the model is not on this machine, or its architecture is not known here.
-        """
+    def __init__(self, config: Config, gpu_bytes: int, shares: Shares) -> None:
         parallel = config.parallel
-        self.shares = shares or formula_shares(config)
-        self.config, self.gpu_bytes = config, gpu_bytes
-        self.engine, self.trainers, self.bucket_bytes = (
-            self.shares.engine,
-            self.shares.trainers,
-            self.shares.bucket_bytes,
-        )
+        self.config, self.gpu_bytes, self.shares = config, gpu_bytes, shares
+        self.engine, self.trainers, self.bucket_bytes = shares.engine, shares.trainers, shares.bucket_bytes
         self.arguments = engine_arguments(config)
         self.ranks = parallel.dp * parallel.tp * parallel.pp
         self.is_cast = config.model.dtype != config.model.master_dtype
@@ -385,38 +215,6 @@ class MemoryEstimate:
                 f" {part}, {size(nbytes)}{remedy}."
             )
 
-    def as_lines(self, source: str) -> list[str]:
-        """Return a table with a column for each stage, the verdict and the notes, in at most WIDTH columns.
-
-        source: where the GPU's size comes from, as the end of a sentence.
-        """
-        return [
-            f"Memory of each GPU in GiB, estimated for {size(self.gpu_bytes)} ({source})",
-            *_sentence(f"model: {self.shares.parameters:,} weights without norms and biases ({self._precision()})"),
-            *self.table_lines(),
-            "",
-            f"VERDICT: {self.verdict()}",
-            *(line for number, each in enumerate(self.problems, 1) for line in _sentence(f"{number}. {each}", "     ")),
-            *(line for note in (*self._activations(), *NOTES) for line in _sentence(f"- {note}")),
-        ]
-
-    def _activations(self) -> tuple[str, ...]:
-        """Return a note on the learners whose activations are all kept: of these only a part is counted."""
-        learners = ("actor", "critic") if self.config.algorithm.has_critic else ("actor",)
-        keep_all = [role for role in learners if not getattr(self.config, role).gradient_checkpointing]
-        if not keep_all:
-            return ()
-        return (
-            f"{' and '.join(keep_all)} keep every activation of a microbatch until the backward pass, because gradient_checkpointing"
-            " is off; only the layers' inputs are counted, so updates take more. launch/full_size.py counts them all.",
-        )
-
-    def _precision(self) -> str:
-        model = self.config.model
-        if model.rollout_precision == "same":
-            return model.dtype
-        return f"{model.dtype}; in the engine {model.rollout_precision}"
-
     def table_lines(self) -> list[str]:
         """Return what the engine has room for, and a table with a column for each stage."""
         totals = {name: sum(parts.values()) for name, parts in self.stages.items()}
@@ -483,10 +281,5 @@ def _cell(nbytes: float) -> str:
     return size(nbytes).removesuffix(" GiB")
 
 
-def _larger(*alternatives: Parts) -> Parts:
-    """Return the largest of parts that are never there at once."""
-    return max(alternatives, key=lambda parts: sum(parts.values()))
-
-
-def _sentence(text: str, indent: str = "    ") -> list[str]:
-    return wrap(text, WIDTH - 2, initial_indent="  ", subsequent_indent=indent, break_on_hyphens=False)
+def _sentence(text: str) -> list[str]:
+    return wrap(text, WIDTH - 2, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)

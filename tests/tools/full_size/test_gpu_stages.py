@@ -1,4 +1,4 @@
-"""The estimate against what was measured, and what each setting does to it."""
+"""The stages of a step against what was measured, and what each setting does to them."""
 
 from pathlib import Path
 
@@ -6,17 +6,30 @@ import pytest
 
 from harness.runtime.units import GIB
 from harness.tools.command_line import parse
-from harness.tools.plan.memory_estimate import MemoryEstimate
+from harness.tools.full_size.gpu_stages import EngineShare, GpuMemory, Shares, TrainerShare
 
-CONFIGS = Path(__file__).parents[3] / "configs"
-MEMORY_7B = str(CONFIGS / "gpu/memory_7b.toml")
-DEEPSEEK = str(CONFIGS / "multinode/deepseek_v3_671b.toml")
+MEMORY_7B = str(Path(__file__).parents[3] / "configs/gpu/memory_7b.toml")
 BUCKET = "sync: bucket, gathered and sent"
 H200 = 139.8  # GiB that torch sees of one
+COMPUTING = {"gathered layers, activations": 5_296_669_440}
+ENGINE = EngineShare(stage=0, first_layer=0, last_layer=27, weights=3_808_114_688, kv_token=14_336)
 
 
-def of(*words: str, gib: float = H200) -> MemoryEstimate:
-    return MemoryEstimate(parse(words).config, int(gib * GIB))
+def learner(parameters: int) -> TrainerShare:
+    return TrainerShare(parameters=parameters, log_probs=COMPUTING, update={"AdamW's temporaries": parameters})
+
+
+def of(*words: str, gib: float = H200) -> GpuMemory:
+    """What launch/full_size.py executes of memory_7b.toml, on four ranks."""
+    config = parse([MEMORY_7B, *words]).config
+    wide = 2 if config.model.master_dtype == "float32" else 1
+    trainers = {"actor": learner(3_807_808_256 * wide)}
+    if config.algorithm.has_critic:
+        trainers["critic"] = learner(3_535_316_736 * wide)
+    if config.algorithm.kl_placement != "none":
+        trainers["reference"] = TrainerShare(parameters=3_807_808_256, log_probs=COMPUTING, update={})
+    shares = Shares(engine=[ENGINE], trainers=trainers, bucket_bytes=1_090_001_920)
+    return GpuMemory(config, int(gib * GIB), shares)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +41,6 @@ def test_the_verdict_is_what_4_h200_did(resume: str, fraction: float, passed: bo
     then = ["--model.master_dtype", "bfloat16", "--memory.offload_parameters", "actor"]
     found = of(MEMORY_7B, *then, "--memory.resume", resume, "--engine.args.mem_fraction_static", str(fraction))
     assert found.fits is passed, found.problems
-    assert found.engine[0].weights / GIB == pytest.approx(3.5, abs=0.1)
 
 
 def test_float32_masters_cost_what_they_are_and_the_config_still_fits() -> None:
@@ -43,11 +55,6 @@ def test_float32_masters_cost_what_they_are_and_the_config_still_fits() -> None:
     assert sync[BUCKET] == narrow.stages["sync"][BUCKET] == 2 * mixed.bucket_bytes, "what is sent is bfloat16"
     assert sync["sync: own rows, cast"] == mixed.bucket_bytes // 4
     assert "sync: own rows, cast" not in narrow.stages["sync"]
-    assert mixed.bucket_bytes == narrow.bucket_bytes and mixed.engine == narrow.engine
-
-
-def test_float16_takes_what_bfloat16_takes() -> None:
-    assert of(MEMORY_7B, "--model.dtype", "float16").stages == of(MEMORY_7B).stages
 
 
 @pytest.mark.parametrize(
@@ -127,28 +134,3 @@ def test_weights_that_leave_no_room_keep_the_engine_from_starting() -> None:
     few = of(MEMORY_7B, "--engine.args.max_total_tokens", "100")
     assert few.kv_tokens == 100
     assert "room for 100 tokens, but a prompt with its response may take 288:" in few.problems[0]
-
-
-def test_deepseek_v3_fits_256_gpus_and_not_512() -> None:
-    found, more = of(DEEPSEEK), of(DEEPSEEK, "--parallel.dp", "32")
-    assert found.shares.parameters == pytest.approx(671.026e9, rel=1e-4)
-    assert found.engine[0].weights / GIB == pytest.approx(671.03e9 * 2 / 16 / GIB, rel=0.03)
-    assert found.engine[0].kv_token == 576 * 61 * 2
-    assert found.fits
-    assert any("the largest part is FSDP2: layers gathered" in problem for problem in more.problems)
-    small = of(DEEPSEEK, gib=80)
-    assert "no value is enough" in small.problems[0]
-
-
-@pytest.mark.parametrize("words", [(MEMORY_7B,), (DEEPSEEK,), (MEMORY_7B, "--parallel.pp", "2", "--parallel.tp", "2")])
-def test_the_text_is_narrow_and_has_the_verdict(words: tuple[str, ...]) -> None:
-    found = of(*words)
-    lines = found.as_lines("a test")
-    assert max(map(len, lines)) <= 120
-    assert all(line.isascii() for line in lines)
-    verdict = "it fits" if found.fits else "it does NOT fit"
-    assert any(f"VERDICT: {verdict}" in line for line in lines)
-
-
-def test_more_stages_than_layers_are_a_problem_and_no_crash() -> None:
-    of(MEMORY_7B, "--parallel.tp", "1", "--parallel.pp", "4", "--model.overrides.num_hidden_layers", "2")
