@@ -41,8 +41,8 @@ from harness.trainer.model import load_causal_lm
 from harness.trainer.routing import routed_shape
 from harness.weights.converter import CheckpointConverter, Converter
 from harness.weights.draft_layer import draft_layer_of
-from harness.weights.fp8_blocks import Fp8BlockConverter
 from harness.weights.names import names_in_checkpoint
+from harness.weights.quantizers import quantizer_of
 from harness.weights.sync import WeightSync
 from harness.weights.verification.verification import Verification
 from harness.weights.worker.kept_copies import find_copies
@@ -258,7 +258,8 @@ def start_memory_stages(run: RunContext, engine: RolloutEngine) -> MemoryStages:
 def build_trainer(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord) -> Learning:
     """Return the actor, the critic if advantages are GAE's, the reference if the KL counts. A collective call of all ranks."""
     config, device = run.config, run.world.device
-    compute, master = getattr(torch, config.model.dtype), getattr(torch, config.model.master_dtype)
+    precision = config.model.precision
+    compute, master = getattr(torch, precision.computed), getattr(torch, precision.stored)
 
     def load(dtype: torch.dtype, **how: bool) -> torch.nn.Module:
         return load_causal_lm(
@@ -304,7 +305,7 @@ def build_sync_of_actor(run: RunContext, engine: RolloutEngine, actor: Actor, in
     """Build the sync of the actor's weights, and announce it. A collective call of all ranks."""
     offloaded = "actor" in run.config.memory.offload_parameters
     # What quantizes reads the weights when it is built.
-    with actor.on_device() if run.config.model.rollout_precision != "same" else nullcontext():
+    with actor.on_device() if run.config.model.precision.is_quantized else nullcontext():
         sync = build_sync(run, engine, actor.model, inputs.model_folder, offloaded=offloaded)
     run.observer.built("sync", sync)
     return sync
@@ -321,8 +322,8 @@ def build_sync(
     trained = CheckpointConverter(model, dtype)
     draft = draft_layer_of(config, str(model_folder), trained, run.world.device)
     converter: Converter = draft.after(trained)
-    if config.model.rollout_precision == "fp8_block":
-        converter = Fp8BlockConverter(converter)
+    if quantizer := quantizer_of(config.model.precision):
+        converter = quantizer.converter(converter)
     return WeightSync(
         engine,
         model,

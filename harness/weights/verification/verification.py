@@ -27,6 +27,7 @@ from torch import nn
 
 from harness.cluster.world import World, all_gather
 from harness.config.model_rules import EXPERTS
+from harness.config.precision import Precision
 from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.served_models import DRAFT, STALE_DRAFT
@@ -40,7 +41,6 @@ from harness.weights.log_probs import (
     LARGEST_BASELINE,
     Allowed,
     LogProbDifference,
-    Precision,
 )
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
@@ -137,14 +137,9 @@ class Verification:
     @property
     def allowed(self) -> Allowed:
         """The differences of log-probs that pass. In half precision that is known when the first ones were compared."""
-        if self.is_fp8:
-            return Allowed.of_fp8(self.baseline)
+        if quantized := self.precision.quantized:
+            return Allowed.of_quantized(quantized, self.baseline)
         return Allowed.of(self.rounding, has_experts=self.has_experts)
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the engine computes in another precision than the trainer."""
-        return self.precision != self.config.model.dtype
 
     @property
     def has_experts(self) -> bool:
@@ -155,9 +150,8 @@ class Verification:
 
     @property
     def precision(self) -> Precision:
-        """In which the engine computes."""
-        model = self.config.model
-        return model.dtype if model.rollout_precision == "same" else model.rollout_precision
+        """In what the weights are sent, and computed with."""
+        return self.config.model.precision
 
     # Before the first step
 
@@ -170,7 +164,7 @@ class Verification:
         if self.why_no_baseline:
             if self.reaches("log_probs"):
                 then = "what passes is measured on the first rollout"
-                if self.is_fp8 or self.config.model.dtype == "float32":
+                if self.precision.is_quantized or self.config.model.dtype == "float32":
                     then = f"up to {self.allowed.mean:.2g} passes"
                 self.events.say(f"no baseline of the log-prob difference, as {self.why_no_baseline}: {then}")
             return False
@@ -211,13 +205,17 @@ class Verification:
         self.measure_rounding(scored, difference)
         allowed = self.allowed
         self.events.fact("log_prob_baseline", **difference.metrics(), allowed=allowed.mean)
-        costs = f" ({self.precision} against {self.config.model.dtype}; bytes show arrival)" if self.is_fp8 else ""
+        costs = (
+            f" ({self.precision.of_engine} against {self.config.model.dtype}; bytes show arrival)"
+            if self.precision.is_quantized
+            else ""
+        )
         self.events.say(
             f"unchanged weights: the log-probs of engine and trainer differ by {difference.mean:.1e} on average{costs};"
             f" {self.what_passes()}"
         )
-        largest = LARGEST_BASELINE[self.precision]
-        wrong = [] if self.is_fp8 else allowed.violations(difference)
+        largest = LARGEST_BASELINE[self.precision.of_engine]
+        wrong = [] if self.precision.is_quantized else allowed.violations(difference)
         if wrong or not difference.mean <= largest:
             look = self.describe_second_look(scored)
             off = wrong[0] if wrong else f"{difference.mean:.2e} in the mean (at most {largest:g} makes sense)"
@@ -234,7 +232,7 @@ class Verification:
         In float32 it rounds nothing. But if its difference from the engine is more than that, and the engine's class holds some
         tensors in a narrower dtype, the engine is allowed what the trainer would lose in that dtype.
         """
-        if self.is_fp8 or not self.reaches("log_probs"):
+        if self.precision.is_quantized or not self.reaches("log_probs"):
             return
         dtype = torch.float32
         if self.config.model.dtype == "float32":
@@ -258,7 +256,7 @@ class Verification:
     def what_passes(self) -> str:
         """Return a phrase on which differences pass, and why."""
         mean = self.allowed.mean
-        if self.is_fp8:
+        if self.precision.is_quantized:
             return f"after a sync they may differ by up to {mean:.2g}"
         if self.rounding is None:
             return f"the trainer rounds nothing in float32, and up to {mean:.2g} passes"
@@ -360,7 +358,7 @@ class Verification:
     @property
     def reloads_last(self) -> bool:
         """Whether the last sync is compared with a reload: log-probs of an engine in another precision do not show it."""
-        return self.reaches("bytes") and self.precision != self.config.model.dtype
+        return self.reaches("bytes") and self.precision.is_quantized
 
     def save_last(self) -> None:
         """After the last sync, if `reloads_last`: write what was sent, as the engine loads it."""
@@ -509,7 +507,7 @@ class Verification:
         """log_probs: raise WrongRoutingRecord if the engine's log-probs contradict its record of experts (routing_record.py)."""
         if self.reaches("log_probs"):
             engines, mask = batch.require("rollout_log_probs"), batch.response_mask
-            if wrong := wrong_routing_record(self.precision, engines, own, used, differing, mask):
+            if wrong := wrong_routing_record(self.precision.of_engine, engines, own, used, differing, mask):
                 raise WrongRoutingRecord(wrong)
 
     def check_log_probs(self, difference: LogProbDifference, scored: Scored) -> None:
@@ -590,7 +588,6 @@ class Verification:
         """Return the verdict's phrase on the syncs before these rollouts, given their metrics; log the report's section."""
         mismatch = mismatch_of_precisions(
             self.precision,
-            self.config.model.dtype,
             rollouts,
             self.baseline,
             self.is_exact if self.reloaded_last else None,
