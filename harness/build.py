@@ -39,10 +39,7 @@ from harness.trainer.actor import Actor, Reference
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
 from harness.trainer.routing import routed_shape
-from harness.weights.converter import CheckpointConverter, Converter
-from harness.weights.draft_layer import draft_layer_of
-from harness.weights.names import names_in_checkpoint
-from harness.weights.quantizers import quantizer_of
+from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
 from harness.weights.verification.verification import Verification
 from harness.weights.worker.kept_copies import find_copies
@@ -318,24 +315,15 @@ def build_sync(
 
     offloaded: the model's memory is given up between syncs.
     """
-    config, dtype = run.config, getattr(torch, run.config.model.dtype)
-    trained = CheckpointConverter(model, dtype)
-    draft = draft_layer_of(config, str(model_folder), trained, run.world.device)
-    converter: Converter = draft.after(trained)
-    if quantizer := quantizer_of(config.model.precision):
-        converter = quantizer.converter(converter)
+    config = run.config
     return WeightSync(
         engine,
-        model,
-        converter=converter,
+        SentModel.of_run(config, model, model_folder, run.world.device),
         transport=config.weights.transport,
         folder=config.weights.folder or run.folder,
         bucket_size_mib=config.weights.bucket_size_mib,
         check=config.weights.verify != "off",
-        dtype=dtype,
         offloaded=offloaded,
-        checkpoint_names=names_in_checkpoint(str(model_folder)),
-        draft_layer=draft,
     )
 
 

@@ -44,6 +44,7 @@ from harness.trainer.actor import Actor
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
 from harness.trainer.offload import local
+from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
 from tests.cluster.gloo import forkserver, on_ranks
 from tests.trainer.sequences import advantage_batch, sequences
@@ -82,7 +83,7 @@ def parts(
         source=source,
         actor=Actor(policy, config, mesh, CPU),
         critic=critic,
-        sync=WeightSync(engine, policy, folder=folder),
+        sync=WeightSync(engine, SentModel.plain(policy), folder=folder),
         verification=SimpleNamespace(own_checkpoint={"norm": 1}),  # type: ignore[arg-type]
     )
 

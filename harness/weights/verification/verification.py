@@ -144,7 +144,7 @@ class Verification:
     @property
     def has_experts(self) -> bool:
         """Whether the model is a mixture of experts."""
-        model: Any = self.sync.model
+        model: Any = self.sync.sent.model
         fields = model.config.get_text_config()
         return any(getattr(fields, name, None) for name in EXPERTS.split())
 
@@ -299,7 +299,7 @@ class Verification:
         decides no log-prob.
         """
         sync, seed, folder = self.sync, seed_of(self.config.run.seed, self.events.step or 0), self.make_reload_folder()
-        tensors = sync.held_tensors()
+        tensors = sync.sent.held_tensors()
         with self.timed("perturb"):
             perturb(tensors, seed)
         try:
@@ -565,7 +565,7 @@ class Verification:
     @property
     def versions(self) -> str:
         """The model's type and the versions of both sides, by which a known difference can be recognized."""
-        model: Any = self.sync.model
+        model: Any = self.sync.sent.model
         return f"{model.config.model_type}, sglang {self.sync.engine.version}, transformers {transformers.__version__}"
 
     def differences(self) -> Sequence[str]:
