@@ -41,6 +41,7 @@ from harness.trainer.model import load_causal_lm
 from harness.trainer.routing import routed_shape
 from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
+from harness.weights.verification.checked_run import CheckedRun
 from harness.weights.verification.verification import Verification
 from harness.weights.worker.kept_copies import find_copies
 
@@ -65,15 +66,15 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
     with run.events.phase("build_trainer", "actor, critic and reference"):
         learning = background.result() if background else build_models()
     sync = build_sync_of_actor(run, rollouts.engine, learning.actor, inputs)
-    verification = Verification(
+    checked = CheckedRun(
         config=run.config,
         world=run.world,
         events=run.events,
         memory=memory,
         sync=sync,
         source=inputs.engine_folder,
-        prompts=[prompt.input_ids for prompt in inputs.prompts.prompts[:CHECKED_PROMPTS]],
     )
+    prompts = [prompt.input_ids for prompt in inputs.prompts.prompts[:CHECKED_PROMPTS]]
     announce_learners(run, learning)
     return Ppo(
         config=run.config,
@@ -82,7 +83,7 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
         learning=learning,
         memory=memory,
         sync=sync,
-        verification=verification,
+        verification=Verification(checked, prompts),
         saved=inputs.saved,
     )
 

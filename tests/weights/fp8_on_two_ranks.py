@@ -136,7 +136,7 @@ def problems(sync: Any) -> list[str]:
 def apart(engine: Any, sync: Any, model: Any, load: Any, folder: Path) -> dict[str, Any]:
     """How far log-probs are apart: engine and a reload of what was sent; engine and trainer; engine and the same values there."""
     from harness.weights.fp8_blocks import E4M3, scale_name
-    from harness.weights.verification.rehearsal import compare_with_reload
+    from harness.weights.verification.disk_reload import compare_with_reload
 
     dist.barrier()
     exact = folder / "dequantized"

@@ -31,7 +31,7 @@ from harness.weights.pull.transport import PullTransport
 from harness.weights.sync import WeightSync
 from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
-from harness.weights.verification.verification import refuse
+from harness.weights.verification.refusals import refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from harness.config.precision import Precision
 from harness.weights.log_probs import FACTOR, Allowed, LogProbDifference
 
 Metrics = Mapping[str, float]
-"""Of one rollout, with Verification.sync_metrics of the sync before it."""
+"""Of one rollout, with HeldWeights.metrics of the sync before it."""
 
 PHRASES = {
     "bytes": ["each read back bit for bit"],
