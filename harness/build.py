@@ -39,11 +39,9 @@ from harness.trainer.actor import Actor, Reference
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
 from harness.trainer.routing import routed_shape
-from harness.weights.converter import CheckpointConverter, Converter
-from harness.weights.draft_layer import draft_layer_of
-from harness.weights.fp8_blocks import Fp8BlockConverter
-from harness.weights.names import names_in_checkpoint
+from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
+from harness.weights.verification.checked_run import CheckedRun
 from harness.weights.verification.verification import Verification
 from harness.weights.worker.kept_copies import find_copies
 
@@ -68,15 +66,15 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
     with run.events.phase("build_trainer", "actor, critic and reference"):
         learning = background.result() if background else build_models()
     sync = build_sync_of_actor(run, rollouts.engine, learning.actor, inputs)
-    verification = Verification(
+    checked = CheckedRun(
         config=run.config,
         world=run.world,
         events=run.events,
         memory=memory,
         sync=sync,
         source=inputs.engine_folder,
-        prompts=[prompt.input_ids for prompt in inputs.prompts.prompts[:CHECKED_PROMPTS]],
     )
+    prompts = [prompt.input_ids for prompt in inputs.prompts.prompts[:CHECKED_PROMPTS]]
     announce_learners(run, learning)
     return Ppo(
         config=run.config,
@@ -85,7 +83,7 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
         learning=learning,
         memory=memory,
         sync=sync,
-        verification=verification,
+        verification=Verification(checked, prompts),
         saved=inputs.saved,
     )
 
@@ -258,7 +256,8 @@ def start_memory_stages(run: RunContext, engine: RolloutEngine) -> MemoryStages:
 def build_trainer(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord) -> Learning:
     """Return the actor, the critic if advantages are GAE's, the reference if the KL counts. A collective call of all ranks."""
     config, device = run.config, run.world.device
-    compute, master = getattr(torch, config.model.dtype), getattr(torch, config.model.master_dtype)
+    precision = config.model.precision
+    compute, master = getattr(torch, precision.computed), getattr(torch, precision.stored)
 
     def load(dtype: torch.dtype, **how: bool) -> torch.nn.Module:
         return load_causal_lm(
@@ -304,7 +303,7 @@ def build_sync_of_actor(run: RunContext, engine: RolloutEngine, actor: Actor, in
     """Build the sync of the actor's weights, and announce it. A collective call of all ranks."""
     offloaded = "actor" in run.config.memory.offload_parameters
     # What quantizes reads the weights when it is built.
-    with actor.on_device() if run.config.model.rollout_precision != "same" else nullcontext():
+    with actor.on_device() if run.config.model.precision.is_quantized else nullcontext():
         sync = build_sync(run, engine, actor.model, inputs.model_folder, offloaded=offloaded)
     run.observer.built("sync", sync)
     return sync
@@ -317,24 +316,15 @@ def build_sync(
 
     offloaded: the model's memory is given up between syncs.
     """
-    config, dtype = run.config, getattr(torch, run.config.model.dtype)
-    trained = CheckpointConverter(model, dtype)
-    draft = draft_layer_of(config, str(model_folder), trained, run.world.device)
-    converter: Converter = draft.after(trained)
-    if config.model.rollout_precision == "fp8_block":
-        converter = Fp8BlockConverter(converter)
+    config = run.config
     return WeightSync(
         engine,
-        model,
-        converter=converter,
+        SentModel.of_run(config, model, model_folder, run.world.device),
         transport=config.weights.transport,
         folder=config.weights.folder or run.folder,
         bucket_size_mib=config.weights.bucket_size_mib,
         check=config.weights.verify != "off",
-        dtype=dtype,
         offloaded=offloaded,
-        checkpoint_names=names_in_checkpoint(str(model_folder)),
-        draft_layer=draft,
     )
 
 

@@ -185,7 +185,7 @@ class Checkpoints:
                 with learner.learning():
                     load_shards(folder, learner.role, state, learner.tensors())
                 _set_schedule(learner, state.optimizer_steps[learner.role])
-            self.verification.own_checkpoint = None  # the first sync brings other weights than the model's own
+            self.verification.held.forget_own_load()
         self.newest = folder
         self.events.say(f"resumed from {folder}: step {state.step} is next")
         for sentence in changes:

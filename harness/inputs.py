@@ -31,7 +31,7 @@ from harness.task.rewards import Reward, load_reward
 from harness.task.tiny_models import is_tiny, save_tiny_model
 from harness.trainer.model import Attention, choose_attention
 from harness.trainer.saved_rollouts import SavedRollouts
-from harness.weights.fp8_checkpoint import write_quantized_model
+from harness.weights.quantizers import quantizer_of
 from harness.weights.transports import check_shared
 
 
@@ -149,7 +149,8 @@ def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
 def make_engine_folder(run: RunContext, model_folder: Path) -> Path:
     """Return the folder that the engine loads: the model's own, or its quantized copy, made once on each host. Collective."""
     config, world = run.config, run.world
-    if config.model.rollout_precision == "same" or config.rollout.load:
+    quantizer = quantizer_of(config.model.precision)
+    if quantizer is None or config.rollout.load:
         return model_folder
     folder = run.folder / f"model-fp8-host{world.hosts.index(world.host)}"
     with run.events.phase("quantize_model", waiting_for="the model's quantized copy"), as_config_error():
@@ -159,7 +160,7 @@ def make_engine_folder(run: RunContext, model_folder: Path) -> Path:
                 config.weights.verify != "off" or config.engine.initial_weights == "checkpoint"
             )
             dtype = getattr(torch, config.model.dtype)
-            write_quantized_model(str(model_folder), folder, dtype, weights=has_weights)
+            quantizer.write_model(str(model_folder), folder, dtype, weights=has_weights)
         dist.barrier()
     if world.device_type == "cpu":
         run.events.say("FP8 on the CPU: plain torch stands in for SGLang's FP8 kernels (harness_sglang_fp8)")
@@ -217,7 +218,7 @@ def load_tokenizer(model_folder: Path) -> Any:
 def check_weights_folder(run: RunContext) -> None:
     """Raise ConfigError if engines are to load checkpoints from a folder that some host does not see. Collective."""
     weights, model = run.config.weights, run.config.model
-    reloads = weights.verify == "full" or (weights.verify == "bytes" and model.rollout_precision != "same")
+    reloads = weights.verify == "full" or (weights.verify == "bytes" and model.precision.is_quantized)
     folder = Path(weights.folder).resolve() if weights.folder else run.folder
     if reloads or weights.transport == "disk":
         check_shared(folder, run.world, "weights.folder" if weights.folder else "run.dir")

@@ -54,8 +54,7 @@ class Ppo:
         self.sync_weights(index)
         batch = self.rollouts.generate(index, weight_version=str(index))
         self.rollouts.validate(index)
-        self.verification.find_copies()
-        self.verification.check_held()
+        self.verification.held.check_after_rollout()
         with self.events.phase("release", "the engine to free its memory, which the trainer needs from here on"):
             self.memory.release_all()
         if self.saved:
@@ -65,21 +64,21 @@ class Ppo:
 
     def sync_weights(self, index: int) -> None:
         """Bring the actor's weights to the engine, check that they arrived, and give the engine its KV cache."""
-        phase = self.events.phase
+        phase, verification = self.events.phase, self.verification
         with phase("resume_weights", "the engine to take its weights' memory back"):
             self.memory.resume_weights()
         with self.learning.actor.on_device():
-            self.verification.rehearse(lambda: self.generate_again(index), self.score)
-            self.verification.poison()
+            verification.rehearsal.rehearse(lambda: self.generate_again(index), self.score)
+            verification.held.poison()
             with phase("sync", "the engine to receive and load the weights"):
                 self.sync.update_engine()
-            self.verification.check_arrival()
+            verification.held.check_after_sync()
             self.sync.engine.set_weight_version(str(index))
-            self.verification.save_last()
+            written = verification.reloads.write_last_sync()
         # Only now: while the sync's copies of the weights exist, a GPU may not have room for the KV cache.
         with phase("resume_kv_cache", "the engine to take its KV cache's memory back"):
             self.memory.resume_kv_cache()
-        self.verification.check_last()
+        verification.reloads.check_last_sync(written)
 
     def generate_again(self, index: int) -> Batch:
         """Return responses to a step's prompts for a check, outside of the step's own rollout."""
@@ -91,12 +90,12 @@ class Ppo:
         with actor.on_device():
             with (
                 self.events.phase("old_log_probs", "the actor's log-probs of the responses"),
-                verification.check_computed(actor.model),
+                verification.held.check_forward(actor.model),
             ):
                 old = self.checked_log_probs(batch)
             difference, metrics = self.learning.compare(batch, old)
-            verification.check_log_probs(difference, Scored(batches=[batch], trained=[old.log_probs], actor=actor))
-        return batch.replace(old_log_probs=old.log_probs), metrics | verification.sync_metrics()
+            verification.log_probs.check(difference, Scored(batches=[batch], trained=[old.log_probs], actor=actor))
+        return batch.replace(old_log_probs=old.log_probs), metrics | verification.held.metrics()
 
     def checked_log_probs(self, batch: Batch) -> OldLogProbs:
         """Return what the actor computes for these responses. It must be on the device.
@@ -105,7 +104,7 @@ class Ppo:
         """
         old = self.learning.old_log_probs(batch)
         if old.differing is not None:
-            self.verification.check_routing(batch, old.own, old.log_probs, old.differing)
+            self.verification.log_probs.check_routing(batch, old.own, old.log_probs, old.differing)
         return old
 
     def score(self, *batches: Batch) -> Scored:
@@ -128,12 +127,12 @@ class Ppo:
                 batches.append(self.generate_again(len(batches)))
                 # An engine that answers with next to nothing must not keep this going for ever.
                 tokens += max(LEAST_TOKENS, int(all_sum(batches[-1].response_mask.sum())))
-            self.verification.find_copies()
+            self.verification.held.find_copies()
             self.memory.release_all()
             with self.learning.actor.on_device():
                 scored = self.score(*batches)
         with phase("verify_log_probs"):
-            self.verification.set_baseline(scored)
+            self.verification.log_probs.set_baseline(scored)
 
     def final_check(self, index: int) -> Metrics:
         """After the last step: sync its update too, and check it by one more rollout, without an update."""

@@ -44,7 +44,9 @@ from harness.trainer.actor import Actor
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
 from harness.trainer.offload import local
+from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
+from harness.weights.verification.held import HeldWeights
 from tests.cluster.gloo import forkserver, on_ranks
 from tests.trainer.sequences import advantage_batch, sequences
 
@@ -82,8 +84,8 @@ def parts(
         source=source,
         actor=Actor(policy, config, mesh, CPU),
         critic=critic,
-        sync=WeightSync(engine, policy, folder=folder),
-        verification=SimpleNamespace(own_checkpoint={"norm": 1}),  # type: ignore[arg-type]
+        sync=WeightSync(engine, SentModel.plain(policy), folder=folder),
+        verification=SimpleNamespace(held=HeldWeights(run=Any, own_load={"norm": 1})),  # type: ignore[arg-type]
     )
 
 
@@ -128,7 +130,7 @@ def resume_and_go_on(rank: int, folder: Path) -> Any:
     made = parts(folder, seed=6)
     before = digests(made)
     assert made.resume(folder / "checkpoints" / "step-3") == 3
-    assert made.verification.own_checkpoint is None
+    assert made.verification.held.own_load is None
     resumed = digests(made)
     return before, resumed, update(made, 2), digests(made), said(made)
 

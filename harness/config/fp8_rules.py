@@ -8,24 +8,27 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness.config.facts import Device, SGLangFacts
+from harness.config.precision import FP8_BLOCK
 from harness.config.rules import Wrong
 from harness.config.schema import Config
 
-BLOCK = 128
-"""Rows and columns of a block."""
-SIXTEEN_BIT = "bfloat16"
+BLOCK = FP8_BLOCK.block[0]
+"""Rows of a block, which has as many columns."""
 LIKE_LLAMA = ("llama", "mistral", "ministral3", "phi3", "internlm3")
 """model_type of models that SGLang serves with its Llama class, or with one made from it."""
 REMEDY = f"SGLang's block-FP8 layers take whole blocks of {BLOCK} x {BLOCK} alone"
 
 
 def fp8_rules(config: Config, device: Device | None) -> Iterator[Wrong]:
-    """Yield what is wrong with the precision with any model."""
-    if config.model.rollout_precision != "fp8_block":
+    """Yield what is wrong with a quantized precision with any model."""
+    precision = config.model.precision
+    if not precision.quantized:
         return
-    if config.model.dtype != SIXTEEN_BIT:
-        why = 'for model.rollout_precision = "fp8_block", since SGLang computes with FP8 weights in 16 bits'
-        yield Wrong("model.dtype", f'must be "{SIXTEEN_BIT}" {why}')
+    if precision.computed != precision.quantized.computed:
+        why = (
+            f'for model.rollout_precision = "{precision.of_engine}", since SGLang computes with FP8 weights in 16 bits'
+        )
+        yield Wrong("model.dtype", f'must be "{precision.quantized.computed}" {why}')
     # SGLang draws its dummy weights for the scales of the KV cache too. Each sync sets these to 1, but CUDA graphs keep the
     # numbers with which they were captured.
     graphs = config.engine.args.get("disable_cuda_graph", config.engine.preset != "sglang") is False
@@ -35,8 +38,8 @@ def fp8_rules(config: Config, device: Device | None) -> Iterator[Wrong]:
 
 
 def fp8_model(config: Config, sizes: Mapping[str, Any], sglang: SGLangFacts | None) -> Iterator[Wrong]:
-    """Yield why SGLang cannot load this model in the precision. sizes: the model's config."""
-    if config.model.rollout_precision != "fp8_block":
+    """Yield why SGLang cannot load this model in block-FP8. sizes: the model's config."""
+    if config.model.precision.quantized is not FP8_BLOCK:
         return
     kind = sizes.get("model_type")
     if kind in LIKE_LLAMA and sglang and not sglang.loads_block_scales_of_llama:

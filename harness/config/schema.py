@@ -7,8 +7,8 @@ Nothing here imports torch, so that --help, --dry-run and every mistake in a con
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-RolloutPrecision = Literal["same", "fp8_block"]
+from harness.config.precision import QUANTIZED, Dtype, Precision, RolloutPrecision
+
 TransportName = Literal["pull", "tensor", "bucket", "distributed", "disk"]
 TINY_MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight")
 """model.name of the models that task/tiny_models.py makes on the spot."""
@@ -102,6 +102,12 @@ class Model:
     """Precision of the engine's weights. same: model.dtype. fp8_block: as DeepSeek-V3 is served, the matrices of decoder
     layers in e4m3 with one scale for each 128 x 128 block, quantized anew at each sync. The engine then loads a quantized
     copy of the model, which is written to the run directory. Needs dtype = bfloat16 and sizes of whole blocks."""
+
+    @property
+    def precision(self) -> Precision:
+        """In what the weights are kept, sent and computed with."""
+        quantized = QUANTIZED.get(self.rollout_precision)
+        return Precision(stored=self.master_dtype, computed=self.dtype, quantized=quantized)
 
 
 @dataclass(kw_only=True, slots=True)

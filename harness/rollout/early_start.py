@@ -26,7 +26,6 @@ CPU_MODULES = (*ENGINE_MODULES, "sglang.srt.models.registry")
 """The same with every model that SGLang has. Some read variables that SGLang sets on a GPU once it knows the model."""
 PRELOADED = "torch_memory_saver_hook_mode_preload"
 """The library of torch_memory_saver that SGLang has its schedulers preload."""
-JIT_DEEPGEMM = "SGLANG_ENABLE_JIT_DEEPGEMM"
 
 Device = Literal["cpu", "cuda"]
 
@@ -45,13 +44,11 @@ def variables_of_engine(device: Device) -> dict[str, str | None]:
 
 
 def variables_of_precision(config: Config, device: Device, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that an engine of this precision needs and that the user has not set.
-
-    DeepGEMM compiles a kernel for each shape that it meets: on one H200 with 0.5.17 a tiny FP8 engine's first prefill was not
-    through after 170 s. Without it Triton serves.
-    """
-    needs_none = config.model.rollout_precision == "same" or device == "cpu" or JIT_DEEPGEMM in environment
-    return {} if needs_none else {JIT_DEEPGEMM: "0"}
+    """Return the variables that an engine of this precision needs and that the user has not set."""
+    quantized = config.model.precision.quantized
+    if quantized is None or device == "cpu":
+        return {}
+    return {name: value for name, value in quantized.variables.items() if name not in environment}
 
 
 def start_early(config: Config, device: Device, environment: Mapping[str, str]) -> list[ForkServer]:

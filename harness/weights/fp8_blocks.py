@@ -21,13 +21,15 @@ from torch.nn.functional import pad
 
 from harness.config.fp8_rules import BLOCK
 from harness.config.layers import ConfigError
+from harness.config.precision import FP8_BLOCK
 from harness.trainer.offload import local
 from harness.trainer.rows import RowShards, own_rows
 from harness.weights.converter import Converter
 from harness.weights.presync_checks import check_shards
 from harness.weights.tensor_view import TensorView, span
 
-E4M3 = torch.float8_e4m3fn
+E4M3: torch.dtype = getattr(torch, FP8_BLOCK.weights)
+SCALE: torch.dtype = getattr(torch, FP8_BLOCK.scales)
 LARGEST = 448.0
 """The largest number of e4m3."""
 SMALLEST_AMAX = 1e-12
@@ -86,7 +88,7 @@ def quantize_rows(rows: torch.Tensor, scales: torch.Tensor, first_row: int = 0) 
 
 def quantize(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the e4m3 weight and the scales of a whole matrix. dtype: what its values are rounded to first."""
-    scales = matrix.new_zeros(blocks_of(matrix.shape), dtype=torch.float32)
+    scales = matrix.new_zeros(blocks_of(matrix.shape), dtype=SCALE)
     for first, rows in _chunks(matrix, dtype):
         _note_largest(scales, rows, first)
     scales = scales_of(scales)
@@ -155,7 +157,7 @@ class _Quantized:
             scales = TensorView(
                 name=scale_name(view.name),
                 of=scale_name(of),
-                dtype=torch.float32,
+                dtype=SCALE,
                 shape=shape,
                 stride=(shape[1], 1),
                 offset=row * size + per_row[row],
@@ -233,7 +235,7 @@ class Fp8BlockConverter:
             tensor, part, shape = sources[of], local(sources[of]), quantized.scale_shape
             self._made[of] = _sharded_as(tensor, torch.empty(part.shape, dtype=E4M3, device=part.device), tensor.shape)
             held = (part.shape[0], *shape[1:]) if quantized.stacked else shape
-            scales = torch.empty(held, dtype=torch.float32, device=part.device)
+            scales = torch.empty(held, dtype=SCALE, device=part.device)
             self._made[scale_name(of)] = _sharded_as(tensor, scales, shape) if quantized.stacked else scales
 
     def _find_scales(self, sources: Mapping[str, torch.Tensor]) -> None:

@@ -13,19 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.utils import cached_file
 
-from harness.config.fp8_rules import BLOCK
 from harness.config.layers import ConfigError
+from harness.config.precision import FP8_BLOCK
 from harness.weights.fp8_blocks import is_quantized, quantize, scale_name
 from harness.weights.model_files import copy_all_but_weights
 from harness.weights.names import files_in_checkpoint
 
-QUANTIZATION = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": [BLOCK, BLOCK],
-    "activation_scheme": "dynamic",
-}
-"""quantization_config of DeepSeek-V3's own config.json."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -38,7 +31,7 @@ def write_quantized_model(source: str, folder: Path, dtype: torch.dtype, *, weig
     folder.mkdir(parents=True, exist_ok=True)
     config = Path(cached_file(source, "config.json", local_files_only=True))
     copy_all_but_weights(config.parent, folder)
-    fields = json.loads(config.read_text(encoding="utf-8")) | {"quantization_config": QUANTIZATION}
+    fields = json.loads(config.read_text(encoding="utf-8")) | {"quantization_config": FP8_BLOCK.checkpoint}
     (folder / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
     if not weights:
         return

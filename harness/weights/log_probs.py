@@ -8,19 +8,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
 
 import torch
 
 from harness.cluster.world import all_gather
-
-Precision = Literal["float32", "bfloat16", "float16", "fp8_block"]
-"""In which the engine computes: model.dtype, or model.rollout_precision where that is another one."""
+from harness.config.precision import QUANTIZED, EnginePrecision, Quantized
 
 # A mean below its floor is rounding. float32: random errors of 7000 additions make sqrt(7000) = 84 epsilons, 1e-5; healthy
-# models were within 5e-7 on CPU. bfloat16: one epsilon, the rounding of logits around 1. float16: two epsilons. fp8_block: one
-# epsilon of e4m3; on H200 tiny models were 0.11 to 0.15 from the same engine in bfloat16.
-FLOOR = {"float32": 84 * 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-9, "fp8_block": 2.0**-3}
+# models were within 5e-7 on CPU. bfloat16: one epsilon, the rounding of logits around 1. float16: two epsilons.
+FLOOR: dict[EnginePrecision, float] = {"float32": 84 * 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-9}
+FLOOR |= {each.name: each.floor for each in QUANTIZED.values()}
 # What passes, as a multiple of the trainer's own rounding. In 300 healthy rollouts of 256 tokens by tiny engines on a CPU (six models,
 # bfloat16 and float16, tp 1 and 2) both sides rounded, and the engine was 1.1 to 1.4 times as far from the trainer as the trainer
 # from itself in float32; in a single rollout up to 1.4 times for dense models, and up to 1.75 for the bulk of a mixture of experts.
@@ -30,12 +27,11 @@ FACTOR = 2.0
 # rollout. In 246 healthy rollouts of tiny mixtures of experts in float16 the largest mean was 0.023, the largest bulk of a
 # sequence 0.035 and of a position 0.021. The bulk of all tokens has few of them, and is held to FACTOR.
 JUMPS = 0.05
-# How far an engine in FP8 may be from the trainer is taken from its own first load: the trainer has no FP8 to round to.
-FACTOR_OF_FP8 = 3.0
+# How far a quantized engine may be from the trainer is taken from its own first load: the trainer has no such numbers to round to.
+FACTOR_OF_FIRST_LOAD = 3.0
 # exp(0.1) is half of PPO's usual clip range: with a larger difference nothing could be learnt, and nothing be proven.
-# An engine in FP8 is further away than that, which is what its precision costs: its log-probs prove next to nothing, and
-# what arrives is shown by its bytes. Two models that have nothing in common are about 1 apart.
-LARGEST_BASELINE = {"float32": 0.1, "bfloat16": 0.1, "float16": 0.1, "fp8_block": 0.6}
+LARGEST_BASELINE: dict[EnginePrecision, float] = {"float32": 0.1, "bfloat16": 0.1, "float16": 0.1}
+LARGEST_BASELINE |= {each.name: each.largest_baseline for each in QUANTIZED.values()}
 # A tiny bfloat16 mixture of experts on CPU had means from 0.005 to 0.014 over 38 healthy rollouts of 256 tokens, and from
 # 0.0087 to 0.0116 over 8 of 1024: a router that chooses another expert moves one token by up to 0.7.
 BASELINE_TOKENS, LEAST_TOKENS = 2048, 64  # each rollout counts for 64 or more: at most 32 of them
@@ -118,17 +114,17 @@ class Allowed:
         )
 
     @classmethod
-    def of_fp8(cls, baseline: LogProbDifference | None) -> "Allowed":
-        """Return what an engine in FP8 may be off. baseline: the difference on its own first load; None: there was none."""
+    def of_quantized(cls, quantized: Quantized, baseline: LogProbDifference | None) -> "Allowed":
+        """Return what a quantized engine may be off. baseline: the difference on its own first load; None: there was none."""
         if baseline is None:
-            most = LARGEST_BASELINE["fp8_block"]
+            most = quantized.largest_baseline
             return cls(mean=most, bulk=most, sequence=most, position=most)
-        mean, floor = baseline.mean, FLOOR["fp8_block"]
+        mean, floor = baseline.mean, quantized.floor
         return cls(
-            mean=max(floor, FACTOR_OF_FP8 * mean),
-            bulk=max(floor, FACTOR_OF_FP8 * mean),
-            sequence=max(floor, FACTOR_OF_FP8 * baseline.sequence.bulk, SEQUENCE_FACTOR * mean),
-            position=max(floor, FACTOR_OF_FP8 * max(baseline.position.bulk, mean)),
+            mean=max(floor, FACTOR_OF_FIRST_LOAD * mean),
+            bulk=max(floor, FACTOR_OF_FIRST_LOAD * mean),
+            sequence=max(floor, FACTOR_OF_FIRST_LOAD * baseline.sequence.bulk, SEQUENCE_FACTOR * mean),
+            position=max(floor, FACTOR_OF_FIRST_LOAD * max(baseline.position.bulk, mean)),
         )
 
     def __str__(self) -> str:

@@ -18,26 +18,16 @@ def names(argument: ast.expr) -> set[str]:
 
 
 def phases_in_the_code() -> set[str]:
-    """First arguments of phase(...), and of timed(...) of a Verification, or of one that adds to it: verify_<part>."""
+    """First arguments of phase(...)."""
     found = set()
     for file in HARNESS.rglob("*.py"):
         tree = ast.parse(file.read_text())
-        classes = [
-            node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.endswith("Verification")
-        ]
-        inside = {id(node) for each in classes for node in ast.walk(each)}
         for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and node.args):
                 continue
             called = ast.unparse(node.func)
             if called == "phase" or called.endswith("events.phase"):
                 found |= names(node.args[0])
-            elif not isinstance(node.args[0], ast.Constant):
-                continue
-            elif called.endswith(("verification.timed", "checks.timed")) or (
-                called == "self.timed" and id(node) in inside
-            ):
-                found.add(f"verify_{node.args[0].value}")
     return found
 
 

@@ -205,6 +205,7 @@ def see(name: str, folder: Path) -> Row:
 
     from harness.trainer.model import named_tensors
     from harness.weights.names import names_in_checkpoint
+    from harness.weights.sent_model import SentModel
     from harness.weights.sync import WeightSync
     from harness.weights.verification.fingerprint import compare_fingerprints
     from harness.weights.verification.perturb import perturb
@@ -226,7 +227,9 @@ def see(name: str, folder: Path) -> Row:
         return [*compared.wrong, *again.wrong], again
 
     for seed, transport in enumerate(TRANSPORTS):
-        sync = WeightSync(engine, trainer, transport=transport, checkpoint_names=names_in_checkpoint(str(folder)))
+        names = names_in_checkpoint(str(folder))
+        sent = SentModel.plain(trainer, names=names)
+        sync = WeightSync(engine, sent, transport=transport)
         if not seed:
             sync.loader.trace()
             row.changed_by_checks += differing(before, bits_of(model))

@@ -34,6 +34,7 @@ from harness.weights.gather import full_tensor
 from harness.weights.log_probs import Allowed, log_prob_difference
 from harness.weights.names import checkpoint_layout
 from harness.weights.presync_checks import coverage_problems
+from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import TensorView
 from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
@@ -80,7 +81,7 @@ class Stand:
         model = model or self.model
         converter = Faulty(model, names or named_tensors, layout or checkpoint_layout)
         folder = self.folder / "run"
-        sync = WeightSync(self.engine, model, transport=transport, folder=folder, check=check, converter=converter)
+        sync = WeightSync(self.engine, SentModel(model, converter), transport=transport, folder=folder, check=check)
         sync.weights.bucket_bytes = BUCKET_BYTES
         return sync
 

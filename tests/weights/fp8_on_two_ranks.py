@@ -8,6 +8,7 @@ compared with what was sent, and with a reload of it from disk. Each rank writes
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def main(folder: Path, options: Mapping[str, Any]) -> None:
     from harness.weights.converter import CheckpointConverter
     from harness.weights.fp8_blocks import Fp8BlockConverter
     from harness.weights.fp8_checkpoint import write_quantized_model
+    from harness.weights.sent_model import SentModel
     from harness.weights.sync import WeightSync
     from tests.weights.fp8_in_scheduler import DOUBLE, FLIP
 
@@ -99,7 +101,7 @@ def main(folder: Path, options: Mapping[str, Any]) -> None:
     seen: dict[str, Any] = {}
     for index, transport in enumerate(options["transports"]):
         converter = Fp8BlockConverter(CheckpointConverter(model, torch.bfloat16))
-        sync = WeightSync(engine, model, transport=transport, folder=folder / "run", converter=converter)
+        sync = WeightSync(engine, SentModel(model, converter), transport=transport, folder=folder / "run")
         sync.weights.bucket_bytes = BUCKET_BYTES
         seen[transport] = []
         for turn in range(2):
@@ -134,7 +136,7 @@ def problems(sync: Any) -> list[str]:
 def apart(engine: Any, sync: Any, model: Any, load: Any, folder: Path) -> dict[str, Any]:
     """How far log-probs are apart: engine and a reload of what was sent; engine and trainer; engine and the same values there."""
     from harness.weights.fp8_blocks import E4M3, scale_name
-    from harness.weights.verification.rehearsal import compare_with_reload
+    from harness.weights.verification.disk_reload import compare_with_reload
 
     dist.barrier()
     exact = folder / "dequantized"
@@ -171,13 +173,15 @@ def faults(sync: Any) -> dict[str, list[str]]:
     seen: dict[str, list[str]] = {}
     for name, loader in {"weight": FLIP, "weight_scale_inv": DOUBLE}.items():
         text = f"model.layers.0.self_attn.o_proj.{name}"
-        sync.engine.update_weights_from_tensor([(text, torch.zeros(1, device=sync.model.device))], load_format=loader)
+        sync.engine.update_weights_from_tensor(
+            [(text, torch.zeros(1, device=sync.sent.model.device))], load_format=loader
+        )
         seen[name] = problems(sync)
         sync.update_engine()
         seen[f"{name} repaired"] = problems(sync)
     converter = WithoutOne(sync.weights.converter, LEFT_OUT)
     try:
-        type(sync)(sync.engine, sync.model, transport="bucket", converter=converter).update_engine()
+        type(sync)(sync.engine, replace(sync.sent, converter=converter)).update_engine()
     except WeightsRefused as refused:
         seen["left out"] = [str(refused)]
     return seen

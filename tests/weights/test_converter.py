@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from harness.weights.presync_checks import WeightsRefused
+from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import TensorView
 from harness.weights.verification.fingerprint import compare_fingerprints
@@ -104,7 +105,7 @@ def _sync(rank: int, transport: Any, dtype: torch.dtype, folder: Path) -> list[s
     """What is wrong after each of two syncs of weights that change in between."""
     model, held = trainer(), Held(dtype)
     engine: Any = RankEngine(held, (0, 1))
-    sync = WeightSync(engine, model, transport=transport, converter=Quantizing(model, dtype))
+    sync = WeightSync(engine, SentModel(model, Quantizing(model, dtype)), transport=transport)
     wrong = []
     for step in range(2):
         with torch.no_grad():
@@ -144,7 +145,7 @@ def test_blocks_and_scales_arrive_are_compared_and_saved(transport: str, dtype: 
 def _refused(rank: int) -> str:
     model = trainer()
     engine: Any = RankEngine(Held(torch.int8, scales_as=torch.bfloat16), (0, 1))
-    sync = WeightSync(engine, model, converter=Quantizing(model, torch.int8))
+    sync = WeightSync(engine, SentModel(model, Quantizing(model, torch.int8)))
     try:
         sync.update_engine()
     except WeightsRefused as refused:

@@ -19,6 +19,7 @@ from harness.weights.fp8_blocks import E4M3, Fp8BlockConverter, is_quantized, qu
 from harness.weights.fp8_checkpoint import quantized_tensors
 from harness.weights.gather import full_tensor
 from harness.weights.presync_checks import WeightsRefused, check_complete, check_finite
+from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import TensorView
 from harness.weights.trainer_weights import TrainerWeights
@@ -278,7 +279,7 @@ def _faults(rank: int, transport: Any, folder: Path) -> dict[str, list[str]]:
     views = tuple(view for view in layout() if view.name in MATRICES)
     held, model = Held(MATRICES), nn.Module()
     engine: Any = RankEngine(held, (0, 1))
-    sync = WeightSync(engine, model, transport=transport, converter=Fp8BlockConverter(Given(values, views)))
+    sync = WeightSync(engine, SentModel(model, Fp8BlockConverter(Given(values, views))), transport=transport)
     found: dict[str, list[str]] = {}
 
     def look(what: str) -> None:
@@ -295,7 +296,7 @@ def _faults(rank: int, transport: Any, folder: Path) -> dict[str, list[str]]:
     look("a scale")
     sync.save(folder, folder)
     sync.close()
-    forgetful = WeightSync(engine, model, transport=transport, converter=Without(Given(values, views), name))
+    forgetful = WeightSync(engine, SentModel(model, Without(Given(values, views), name)), transport=transport)
     try:
         forgetful.update_engine()
     except WeightsRefused as refused:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.config.precision import FP8_BLOCK
 from harness.weights.log_probs import (
     FLOOR,
     Allowed,
@@ -107,10 +108,10 @@ def test_jumps_of_a_router_pass_and_an_error_of_most_tokens_does_not() -> None:
 
 
 def test_fp8_is_held_to_its_own_first_load_and_without_one_to_what_two_models_have_in_common() -> None:
-    assert Allowed.of_fp8(difference(0.15)).violations(difference(0.4)) == []
-    assert len(Allowed.of_fp8(difference(0.15)).violations(difference(0.5))) == 3
-    assert Allowed.of_fp8(None).violations(difference(0.5)) == []
-    assert Allowed.of_fp8(None).violations(difference(0.7)) != []
+    assert Allowed.of_quantized(FP8_BLOCK, difference(0.15)).violations(difference(0.4)) == []
+    assert len(Allowed.of_quantized(FP8_BLOCK, difference(0.15)).violations(difference(0.5))) == 3
+    assert Allowed.of_quantized(FP8_BLOCK, None).violations(difference(0.5)) == []
+    assert Allowed.of_quantized(FP8_BLOCK, None).violations(difference(0.7)) != []
 
 
 @pytest.mark.parametrize("value", [INF, math.nan])

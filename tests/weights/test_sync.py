@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from harness.task.tiny_models import tiny_config, tiny_model
 from harness.weights.converter import CheckpointConverter
 from harness.weights.presync_checks import WeightsRefused
+from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import TensorView
 from tests.weights.toy_model import InProcessEngine
@@ -61,12 +62,12 @@ class Holder(torch.nn.Module):
 
 def make(model: torch.nn.Module, **changes: Any) -> tuple[WeightSync, Notes]:
     engine: Any = Notes()
-    return WeightSync(engine, model, **changes), engine
+    return WeightSync(engine, SentModel.plain(model), **changes), engine
 
 
 def in_process(model: torch.nn.Module, holder: Holder, **changes: Any) -> tuple[WeightSync, InProcessEngine]:
     engine: Any = InProcessEngine(holder)
-    return WeightSync(engine, model, **changes), engine
+    return WeightSync(engine, SentModel.plain(model), **changes), engine
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
@@ -106,7 +107,9 @@ def test_a_sync_sends_every_tensor_once_under_its_checkpoint_name_and_flushes_la
 @pytest.mark.parametrize("transport", ["tensor", "bucket"])
 def test_parameters_are_sent_in_the_engine_s_dtype_and_buffers_in_their_own(transport: Any, tmp_path: Path) -> None:
     model = tiny_model(tiny_config("deepseek_v3"), seed=1)
-    sync, engine = make(model, transport=transport, dtype=torch.bfloat16)
+    engine: Any = Notes()
+    sent_as = SentModel.plain(model, torch.bfloat16)
+    sync = WeightSync(engine, sent_as, transport=transport)
     sync.update_engine()
     sync.save(tmp_path / "saved", tmp_path)
     live, sent = model.state_dict(), {name: each for tensors, _ in engine.calls for name, each in tensors.items()}
@@ -169,7 +172,7 @@ class WithoutAnExpert(CheckpointConverter):
 def test_a_layout_that_leaves_an_expert_out_is_refused() -> None:
     model = tiny_model(tiny_config("qwen3_moe"), seed=1)
     with pytest.raises(WeightsRefused, match=r"^model.layers.0.mlp.experts.\w+: the checkpoint's tensors hold "):
-        make(model, converter=WithoutAnExpert(model))
+        WeightSync(Notes(), SentModel(model, WithoutAnExpert(model)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -209,8 +209,12 @@ class ToySync:
     weights: TrainerWeights
     loader: EngineLoader
     transport: Any
-    dtype: torch.dtype | None = None
     unfilled: tuple[str, ...] = ()
+
+    @property
+    def sent(self) -> Any:
+        """The parts of its SentModel."""
+        return SimpleNamespace(dtype=None, held_tensors=self.held_tensors)
 
     def held_tensors(self) -> Any:
         return self.weights.tensors

@@ -25,6 +25,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
     from harness.runtime.cpu_standins import activate
     from harness.task.tiny_models import save_tiny_model
     from harness.trainer.model import load_causal_lm
+    from harness.weights.sent_model import SentModel
     from harness.weights.sync import WeightSync
     from harness.weights.verification.readback import read_back
 
@@ -54,7 +55,8 @@ def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
     seen: dict[str, Any] = {"dummy": difference(engine, model), "buckets": 0}
     for index, name in enumerate(transports):
         change_every_tensor(model, seed=index)
-        sync = WeightSync(engine, model, transport=name, folder=folder / "run", check=False, dtype=torch.bfloat16)
+        sent = SentModel.plain(model, torch.bfloat16)
+        sync = WeightSync(engine, sent, transport=name, folder=folder / "run", check=False)
         sync.weights.bucket_bytes = BUCKET_BYTES
         seen["buckets"] = len(sync.weights.buckets)
         seen[f"{name} stale"] = difference(engine, model)

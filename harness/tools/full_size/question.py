@@ -14,9 +14,10 @@ from harness.config.engine_rules import argument_problem
 from harness.config.facts import Device, Facts
 from harness.config.layers import ConfigError, Layer, shown
 from harness.config.model_rules import COUNTS, CPU_PADS, model_rules
+from harness.config.precision import Dtype, RolloutPrecision
 from harness.config.resolve import resolve, sentence
 from harness.config.rules import Wrong
-from harness.config.schema import Config, Dtype, RolloutPrecision
+from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.runtime.errors import UnsupportedEnvironment
@@ -110,7 +111,7 @@ class Question:
     folder: Path
     """With a config.json."""
     quantized: Path | None = None
-    """Where the engine's config.json is to be written, if its precision is fp8_block. Otherwise it has the trainer's."""
+    """Where the engine's config.json is to be written, if it is quantized. Otherwise it has the trainer's."""
     tp: int
     pp: int
     dtype: str
@@ -134,7 +135,7 @@ class Question:
     @property
     def precision(self) -> RolloutPrecision:
         """The precision of the engine's weights."""
-        return "fp8_block" if self.quantized else "same"
+        return self.run.model.rollout_precision if self.run else "same"
 
 
 def read_question(name: str, options: Options, words: Sequence[str], scratch: Path) -> Question:
@@ -262,7 +263,7 @@ def _of_run(run: Config, folder: Path, scratch: Path, option_of: Mapping[str, st
     basic = {"tp_size": parallel.tp, "pp_size": parallel.pp, "dtype": run.model.dtype}
     return Question(
         folder=folder,
-        quantized=scratch / "fp8" if run.model.rollout_precision == "fp8_block" else None,
+        quantized=scratch / "fp8" if run.model.precision.is_quantized else None,
         tp=parallel.tp,
         pp=parallel.pp,
         dtype=run.model.dtype,
@@ -284,7 +285,7 @@ def check_run(run: Config, model: Mapping[str, Any], option_of: Mapping[str, str
     run quantizes it too. option_of: the option that stands for a key.
     """
     facts = Facts(device=_device(run), sglang=engine_facts(sglang_api.probe()), model=model)
-    if run.model.rollout_precision != "same":
+    if run.model.precision.is_quantized:
         resolve(run, facts, SECTIONS)
     unquantized = {name: value for name, value in model.items() if name != "quantization_config"}
     for wrong in _wrong(run, replace(facts, model=unquantized)):

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from harness.config.fp8_rules import BLOCK
-from harness.config.schema import RolloutPrecision
+from harness.config.precision import RolloutPrecision
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.trainer.model import record_renamings
 from harness.trainer.rows import RowShards

@@ -10,8 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from harness.config.precision import Dtype
 from harness.tools.mismatch.operators import Compared
-from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, LogProbDifference, Precision
+from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, LogProbDifference
 
 MOST = 0.5
 """A source that removes at least this share of the difference is named as its source."""
@@ -79,7 +80,7 @@ class Rounding:
 class Answer:
     """What was measured, and what follows."""
 
-    dtype: Precision
+    dtype: Dtype
     difference: LogProbDifference
     """Of the log-probs that the engine reported while it generated, and the trainer's."""
     prefill: LogProbDifference

@@ -59,7 +59,7 @@ class Baseline:
         self.model: nn.Module = self.parts.learning.actor.model
         self.group = self.parts.rollouts.engine.group
         self.weights = self.run.folder / WEIGHTS
-        is_quantized = self.run.config.model.rollout_precision != "same"
+        is_quantized = self.run.config.model.precision.is_quantized
         self.sent = self.run.folder / SENT if is_quantized else self.weights
         self.own = self.trained()
         self.at_temperature = self.trained(temperature=self.run.config.rollout.temperature)

@@ -75,7 +75,7 @@ class Changes:
     def _started(self, change: EngineChange) -> Iterator[ChangedEngine]:
         base = self.baseline
         self.engines += 1
-        weights = base.weights if change.config.model.rollout_precision == "same" else base.sent
+        weights = base.sent if change.config.model.precision.is_quantized else base.weights
         log_dir = base.run.folder / "engines" / f"changed-{self.engines}"  # the next engine would empty the same file
         is_used = not change.alone or base.group.rank == base.group.head
         self.servers.hand_over()

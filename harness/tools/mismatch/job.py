@@ -30,8 +30,7 @@ from harness.tools.mismatch.sources import engine_changes, trainer_changes
 from harness.tools.mismatch.standalone import Row, standalone_program
 from harness.train import start_record
 from harness.weights.verification.engine_scores import FROM_EMPTY, calling, engine_scores, sequences_of
-from harness.weights.verification.snapshot import snapshot_weights
-from harness.weights.verification.verification import WeightsDidNotArrive
+from harness.weights.verification.refusals import WeightsDidNotArrive
 
 ANSWER, PROGRAM = "mismatch.json", "mismatch_repro.py"
 
@@ -69,7 +68,7 @@ def prove_weights(parts: Ppo) -> str:
     engine = parts.rollouts.engine
     if has_loaded := verification.load_baseline():
         if engine.can_ask:
-            verification.own_checkpoint = snapshot_weights(engine)
+            verification.held.note_own_load()
         parts.memory.release_all()
     try:
         with parts.events.in_step(0):
@@ -77,7 +76,7 @@ def prove_weights(parts: Ppo) -> str:
     except WeightsDidNotArrive as error:
         raise Found(f"SOURCE: weights: {error}") from error
     if has_loaded and engine.can_ask:
-        return f", and what SGLang itself loads from {verification.source}"
+        return f", and what SGLang itself loads from {verification.run.source}"
     why = verification.why_no_baseline or "this engine cannot be asked what it holds"
     return f"; they were not compared with SGLang's own load of the checkpoint, as {why}"
 

@@ -144,10 +144,10 @@ def with_arguments(config: Config, more: Mapping[str, Any] | None = None, withou
 
 
 def _precision(config: Config, serving: Serving) -> Iterator[EngineChange]:
-    dtype, precision = config.model.dtype, config.model.rollout_precision
-    if precision != "same":
+    dtype, precision = config.model.dtype, config.model.precision
+    if precision.is_quantized:
         less = replace(config, model=replace(config.model, rollout_precision="same"))
-        yield EngineChange(name="rollout precision", how=f"{precision} -> {dtype}", config=less)
+        yield EngineChange(name="rollout precision", how=f"{precision.of_engine} -> {dtype}", config=less)
     elif dtype != "float32":
         exact, how = replace(config, model=replace(config.model, dtype="float32")), f"{dtype} -> float32"
         if serving.device == "cuda" and serving.attention != "other" and _attention(config, serving) not in ANY_DTYPE:

@@ -40,7 +40,7 @@ def standalone_program(run: RunContext, inputs: Inputs, answer: Answer, rows: Se
         "cuda": device == "cuda",
         "group": config.parallel.tp * config.parallel.pp,
         "is_mla": "kv_lora_rank" in _fields(inputs.model_folder),
-        "fp8": config.model.rollout_precision != "same",
+        "fp8": config.model.precision.is_quantized,
         "stand_in_names": stand_in_names(),
     }
     return redact.text(templates(Path(__file__).parent).get_template("program.py.jinja").render(values))
@@ -63,7 +63,7 @@ def arm(config: Config, device: Any, attention: str, dtype: str = "") -> dict[st
     arguments = {name: value for name, value in arguments.items() if not name.startswith("speculative_")}
     plain = attention.removeprefix("packed_")
     return {
-        "weights": WEIGHTS if config.model.rollout_precision == "same" else SENT,
+        "weights": SENT if config.model.precision.is_quantized else WEIGHTS,
         "engine": arguments,
         "trainer": {"dtype": dtype or config.model.dtype, "attention": plain},
     }

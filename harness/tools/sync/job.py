@@ -31,7 +31,7 @@ from harness.weights.pull.transport import PullTransport
 from harness.weights.sync import WeightSync
 from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
-from harness.weights.verification.verification import refuse
+from harness.weights.verification.refusals import refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class SyncJob:
     def verify(self, run: RunContext, name: str, sync: WeightSync) -> str:
         """Change every tensor, sync, read back, again and again. Raise WeightsDidNotArrive at the first difference."""
         for index in range(self.syncs):
-            perturb(sync.held_tensors(), seed=index)
+            perturb(sync.sent.held_tensors(), seed=index)
             with run.events.in_step(index):
                 with run.events.phase("sync", "the weights of all ranks to reach the engine"):
                     sync.update_engine()

@@ -106,7 +106,7 @@ class TrainerSums:
 
 def trainer_sums(sync: WeightSync) -> TrainerSums:
     """Return the fingerprints of what was sent last, and of the model as it is now. A collective call of all ranks."""
-    sent, held = _as_sent(sync.weights), as_computed(sync.held_tensors(), sync.dtype)
+    sent, held = _as_sent(sync.weights), as_computed(sync.sent.held_tensors(), sync.sent.dtype)
     # Almost always they are the same tensors: then each is summed up once.
     own = {name: each for name, each in held.items() if name not in sent or not _is_same(each, sent[name])}
     sums = tensor_sums({f"sent/{name}": each for name, each in sent.items()} | own)

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from harness.config.precision import EnginePrecision
 from harness.trainer.over_ranks import all_sum
-from harness.weights.log_probs import FACTOR, FLOOR, Precision
+from harness.weights.log_probs import FACTOR, FLOOR
 
 CURE = (
     'the engine\'s record of experts is wrong, not what it computes; set rollout.routing = "off" or use another release'
@@ -12,7 +13,7 @@ CURE = (
 
 
 def wrong_routing_record(
-    precision: Precision, engines: Tensor, own: Tensor, used: Tensor, differing: Tensor, mask: Tensor
+    precision: EnginePrecision, engines: Tensor, own: Tensor, used: Tensor, differing: Tensor, mask: Tensor
 ) -> str:
     """Return what shows that the record cannot be true, or "". A collective call; the same on every rank.
 

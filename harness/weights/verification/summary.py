@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from harness.weights.log_probs import FACTOR, Allowed, LogProbDifference, Precision
+from harness.config.precision import Precision
+from harness.weights.log_probs import FACTOR, Allowed, LogProbDifference
 
 Metrics = Mapping[str, float]
-"""Of one rollout, with Verification.sync_metrics of the sync before it."""
+"""Of one rollout, with HeldWeights.metrics of the sync before it."""
 
 PHRASES = {
     "bytes": ["each read back bit for bit"],
@@ -60,24 +61,22 @@ def verdict_phrase(
 
 def mismatch_of_precisions(
     precision: Precision,
-    dtype: Precision,
     rollouts: Sequence[Metrics],
     baseline: LogProbDifference | None,
     reload_was_exact: bool | None = None,
 ) -> str:
-    """Return a phrase on how far an engine in another precision is from the trainer; "" if both compute in the same dtype.
+    """Return a phrase on how far a quantized engine is from the trainer; "" if both compute with the same numbers.
 
     reload_was_exact: whether a reload of the last sync's weights gave the same log-probs bit for bit; None: there was none.
     """
-    if precision == dtype:
+    if not precision.is_quantized:
         return ""
+    engine, dtype = precision.of_engine, precision.computed
     largest = max(each["log_prob_difference_mean"] for each in rollouts)
     first = f"{baseline.mean:.1e} on its own first load" if baseline else "not measured on a load of its own"
     how = "greedy log-probs equal bit for bit" if reload_was_exact else "greedy log-probs within bfloat16's rounding"
-    reload = (
-        "" if reload_was_exact is None else f"the last sync equals a reload of the saved {precision} weights, {how}; "
-    )
-    return f"{reload}the {precision} engine and the {dtype} trainer differ by up to {largest:.1e} in the mean ({first})"
+    reload = "" if reload_was_exact is None else f"the last sync equals a reload of the saved {engine} weights, {how}; "
+    return f"{reload}the {engine} engine and the {dtype} trainer differ by up to {largest:.1e} in the mean ({first})"
 
 
 def what_was_compared(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.weights.log_probs import Precision
+from harness.config.precision import EnginePrecision
 from harness.weights.verification.routing_record import wrong_routing_record
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -12,7 +12,7 @@ OWN = torch.full((2, 8), -1.0)
 MASK = torch.ones(2, 8)
 
 
-def judged(precision: Precision, engine_apart: float, replay_apart: float, differing: bool) -> str:
+def judged(precision: EnginePrecision, engine_apart: float, replay_apart: float, differing: bool) -> str:
     """What is said if one token in eight has another expert by the record, and log-probs are this far from the trainer's own."""
     named = torch.zeros(2, 8)
     named[:, 0] = differing
@@ -26,7 +26,7 @@ def test_a_record_of_other_experts_with_the_same_log_probs_is_wrong_in_float32()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_replay_that_takes_the_trainer_away_from_the_engine_is_of_a_wrong_record(precision: Precision) -> None:
+def test_a_replay_that_takes_the_trainer_away_from_the_engine_is_of_a_wrong_record(precision: EnginePrecision) -> None:
     assert "routing replay" in judged(precision, 4e-7, 0.4, False)
 
 
@@ -40,6 +40,6 @@ def test_a_replay_that_takes_the_trainer_away_from_the_engine_is_of_a_wrong_reco
     ],
 )
 def test_a_record_that_may_be_true_passes(
-    precision: Precision, engine_apart: float, replay_apart: float, differing: bool
+    precision: EnginePrecision, engine_apart: float, replay_apart: float, differing: bool
 ) -> None:
     assert judged(precision, engine_apart, replay_apart, differing) == ""

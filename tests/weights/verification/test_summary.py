@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from harness.config.schema import Model
 from harness.weights.log_probs import Allowed
 from harness.weights.verification.summary import Metrics, mismatch_of_precisions, report_section, verdict_phrase
 from tests.weights.verification.test_verification import difference
@@ -14,6 +15,7 @@ ROLLOUTS: list[dict[str, float]] = [
     for mean in (1e-6, 3e-6, 2e-6)
 ]
 ALLOWED = Allowed.of(None)
+FP8 = Model(dtype="bfloat16", rollout_precision="fp8_block").precision
 
 
 def phrase(level: str, rollouts: Sequence[Metrics] = ROLLOUTS, asked: str = "", can_ask: bool = True) -> str:
@@ -56,8 +58,8 @@ def test_in_half_precision_verdict_and_report_say_what_the_trainer_itself_rounds
 
 
 def test_the_mismatch_of_precisions_stands_beside_that_of_the_first_load() -> None:
-    assert mismatch_of_precisions("bfloat16", "bfloat16", ROLLOUTS, None) == ""
-    said = mismatch_of_precisions("fp8_block", "bfloat16", ROLLOUTS, difference(2e-6), True)
+    assert mismatch_of_precisions(Model(dtype="bfloat16").precision, ROLLOUTS, None) == ""
+    said = mismatch_of_precisions(FP8, ROLLOUTS, difference(2e-6), True)
     assert said.startswith(
         "the last sync equals a reload of the saved fp8_block weights, greedy log-probs equal bit for bit"
     )
@@ -67,7 +69,7 @@ def test_the_mismatch_of_precisions_stands_beside_that_of_the_first_load() -> No
     verdict = verdict_phrase("bytes", "bytes", True, ROLLOUTS, ALLOWED, (), said)
     assert f"; {said}, allowed 1e-05" in verdict and "largest mean log-prob" not in verdict
     assert "bytes show arrival" in "\n".join(section("bytes", mismatch=said))
-    unmeasured = mismatch_of_precisions("fp8_block", "bfloat16", ROLLOUTS, None)
+    unmeasured = mismatch_of_precisions(FP8, ROLLOUTS, None)
     assert "reload" not in unmeasured and "not measured on a load of its own" in unmeasured
 
 

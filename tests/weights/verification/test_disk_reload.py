@@ -1,6 +1,6 @@
 import pytest
 
-from harness.weights.verification.rehearsal import Output, output_difference
+from harness.weights.verification.disk_reload import Output, output_difference
 
 A: Output = [(-1.0, 5), (-2.0, 6), (-1.5, 7)]
 
