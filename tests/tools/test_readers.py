@@ -5,7 +5,6 @@ The tables of who may write what, and what it can become, are in the READMEs (cl
 
 import ast
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from harness.tools.export.subject import read_subject
 from harness.tools.fault_spec import KINDS, Fault, parse_fault
 from harness.tools.preflight import check_index, check_safetensors
 from harness.tools.report.write_reports import write_reports
-from harness.tools.verl.shell_script import VerlCommand, command_of_script
+from harness.tools.verl.plain_script import words_of_script
 from harness.tools.verl.translate import translate
 from tests.tools.report.fake_run import fake_run
 
@@ -212,24 +211,18 @@ def test_a_file_that_a_script_is_given(content: bytes, reader: str, tmp_path: Pa
 
 
 SCRIPT_PARTS = (
-    "python3 -m verl.trainer.main_ppo", "data.train_batch_size=8", "a.b=$(id)", "$@", "\\\n", "\n", ";", "&&", "'", '"', "$((1/0))",
-    "${X:-y}", "for i in 1 2; do", "done", "x=(1 2)", "${x[@]}", "<<EOF\n", "EOF\n", "`touch pwned`", "> pwned", "#", "\x02", "\x03",
-    "trainer.nnodes=1", "+actor_rollout_ref.x=[1,{a:2}]", "exec 3>pwned", "cd ..", "[[ a =~ ( ]]", "\u00e9",
+    "python3 -m verl.trainer.main_ppo", "data.train_batch_size=8", "a.b=$(id)", "$@", "\\\n", "\n", ";", "'", '"', "A=x", "$A", "#",
+    "trainer.nnodes=1", "+actor_rollout_ref.x=[1,{a:2}]", "> file", "\u00e9",
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@QUICK
 @given(st.lists(st.sampled_from(SCRIPT_PARTS), max_size=12))
-def test_a_script_of_verl(tmp_path: Path, parts: list[str]) -> None:
-    folder = os.getcwd()
-    os.chdir(tmp_path)
+def test_a_script_of_verl(parts: list[str]) -> None:
     try:
-        translate(command_of_script(" ".join(parts), []), "auto", "auto")
+        translate(words_of_script(" ".join(parts)), "auto", "auto")
     except ConfigError as error:
         assert str(error)
-    finally:
-        os.chdir(folder)
-    assert list(tmp_path.iterdir()) == [], "the script wrote a file"
 
 
 @QUICK
@@ -241,6 +234,6 @@ def test_a_script_of_verl(tmp_path: Path, parts: list[str]) -> None:
 )
 def test_words_of_verl(words: list[str]) -> None:
     try:
-        translate(VerlCommand(words=tuple(words)), "auto", "")
+        translate(words, "auto", "")
     except ConfigError as error:
         assert str(error)

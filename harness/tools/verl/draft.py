@@ -17,6 +17,7 @@ from harness.tools.verl.overrides import (
     RELEASES,
     Override,
     VerlConfig,
+    defaults,
     is_default_of_any_release,
     is_known,
     nearest_key,
@@ -24,6 +25,8 @@ from harness.tools.verl.overrides import (
 
 Fate = Literal["mapped", "irrelevant", "unsupported", "unknown"]
 FATES: tuple[Fate, ...] = ("mapped", "irrelevant", "unsupported", "unknown")
+SWITCHES = ("enable", "enabled", "rank")
+"""Keys that turn off everything in their table, if they are false or 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,11 +93,12 @@ class Draft:
     def put(self, key: str, value: Any, *sources: str, note: str = "") -> None:
         """Set a key of the harness. sources: the keys of verl that its value comes from. Raise ConfigError for a wrong type.
 
-        A value with a reference that only hydra can resolve, such as ${oc.env:HOME}, is reported as unsupported and not set.
+        A reference to a key that verl does not have is refused, as hydra refuses it.
         """
         if isinstance(value, str) and "${" in value:
-            self.lose(f"{value} has a reference that only hydra can resolve; write its value", *sources)
-            return
+            raise ConfigError(
+                f"{full(sources[0])}={value} refers to a key that verl's config does not have; write its value."
+            )
         kind = key_types().get(key)
         if kind in KINDS:
             value = of_type(kind, value, sources[0] if sources else key)
@@ -127,9 +131,15 @@ class Draft:
         return build_config([Layer(COMMAND_LINE, table)])
 
     def verdicts(self) -> Iterator[Verdict]:
-        """Yield what became of each override, in order, then what is said of the command."""
+        """Yield what became of each override, in order, then what is said of the command.
+
+        Printed keys that keys.toml leaves out, such as a profiler's, may have verl's defaults; they are not named if they
+        are irrelevant.
+        """
         for key, override in self.verl.given.items():
             fate, text = self._fate(key, override)
+            if self.verl.printed and fate == "irrelevant" and key not in defaults(self.verl.release, self.verl.trainer):
+                continue
             yield Verdict(override=override.text, fate=fate, text=text)
         yield from self.of_command
 
@@ -150,17 +160,30 @@ class Draft:
             return "unsupported", row["missing"]
         if is_known(key):
             return "unsupported", "there is no counterpart"
+        nowhere = f"no release of verl from {RELEASES[0]} to {RELEASES[-1]} has this key"
+        if self.verl.printed:
+            return "unknown", f"{nowhere}, so what it does is not known"
         near = nearest_key(key)
         hint = f"the nearest key is {near}" if near else "no key of verl looks like it"
-        return "unknown", f"no release of verl from {RELEASES[0]} to {RELEASES[-1]} has this key; {hint}"
+        return "unknown", f"{nowhere}; {hint}"
 
     def _changes_nothing(self, key: str, value: Any, row: dict[str, Any] | None) -> bool:
         """Return whether a value is a default, or turns off what is missing here."""
-        default = self.verl.is_default(key) or is_default_of_any_release(key, value, self.verl.trainer)
-        if row is None or default:
-            return default and not (row and row.get("default_counts"))
-        is_off = value in (None, False, "", {}, []) and not self.verl.default(key) and not row.get("false_counts")
-        return is_off or value in row.get("harmless_values", ())
+        is_default = self.verl.is_default(key) or is_default_of_any_release(key, value, self.verl.trainer)
+        is_off = value in (None, False, "", {}, []) and not self.verl.default(key)
+        if row is None:  # what a newer verl prints as off is taken to be so
+            return is_default or (is_off and self.verl.printed is not None)
+        if is_default:
+            return not row.get("default_counts")
+        if row.get("switched") and self._is_switched_off(key):
+            return True
+        return (is_off and not row.get("false_counts")) or value in row.get("harmless_values", ())
+
+    def _is_switched_off(self, key: str) -> bool:
+        """Return whether one of SWITCHES turns off a table that the key is in."""
+        parts = key.split(".")
+        tables = (".".join(parts[:number]) for number in range(1, len(parts)))
+        return any(self.verl.get(f"{table}.{name}") in (False, 0) for table in tables for name in SWITCHES)
 
 
 @cache

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from harness.config.layers import ConfigError
+from harness.config.layers import ConfigError, shown
 
 Release = Literal["auto", "0.2", "0.3", "0.4", "0.4.1", "0.5", "0.6", "0.7", "0.8", "0.9"]
 RELEASES: tuple[str, ...] = get_args(Release)[1:]
@@ -168,15 +168,19 @@ def nearest_key(key: str) -> str:
     return close[0] if close else ""
 
 
-def possible_releases(overrides: Iterable[Override], trainer: Trainer) -> tuple[list[str], list[str]]:
-    """Return the releases whose config takes the most of these overrides, oldest first, and why the newest refuses the others.
+def newest_release(overrides: Iterable[Override], trainer: Trainer) -> tuple[str, list[str]]:
+    """Return the newest release whose config takes the most of these overrides, and why it refuses the others.
 
     Hydra takes KEY=VALUE only if the config has the key, and +KEY=VALUE only if it does not, or has null.
     """
-    misfits = {release: _misfits(overrides, release, trainer) for release in RELEASES}
-    fewest = min(map(len, misfits.values()))
-    found = [release for release in RELEASES if len(misfits[release]) == fewest]
-    return found, misfits[found[-1]]
+    misfits = {release: _misfits(overrides, release, trainer) for release in reversed(RELEASES)}
+    release = min(misfits, key=lambda release: len(misfits[release]))
+    return release, misfits[release]
+
+
+def release_with_keys(keys: Iterable[str], trainer: Trainer) -> str:
+    """Return the release whose config has most nearly these keys."""
+    return min(reversed(RELEASES), key=lambda release: len({*keys} ^ {*defaults(release, trainer)}))
 
 
 def _misfits(overrides: Iterable[Override], release: str, trainer: Trainer) -> list[str]:
@@ -200,16 +204,23 @@ def _misfits(overrides: Iterable[Override], release: str, trainer: Trainer) -> l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerlConfig:
-    """verl's config: the overrides over the defaults of a release."""
+    """verl's config: what was set, over the rest."""
 
     release: str
     trainer: Trainer
-    given: dict[str, Override]
+    given: Mapping[str, Override]
     """The last override of each key; a table counts by its entries."""
+    printed: Mapping[str, Any] | None = None
+    """Every key of a config that verl printed; None for a command, whose other keys have the release's defaults."""
+
+    @property
+    def others(self) -> Mapping[str, Any]:
+        """The values of the keys that are not given."""
+        return defaults(self.release, self.trainer) if self.printed is None else self.printed
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """Return the value of a key, references resolved; `otherwise` if the key has no value in this release."""
-        value = self.given[key].value if key in self.given else defaults(self.release, self.trainer).get(key, otherwise)
+        """Return the value of a key, references resolved; `otherwise` if the config does not have the key."""
+        value = self.given[key].value if key in self.given else self.others.get(key, otherwise)
         return self.resolve(value, key)
 
     def resolve(self, value: Any, key: str, depth: int = 0) -> Any:
@@ -229,7 +240,7 @@ class VerlConfig:
                 name = key.rpartition(".")[0] + name
             if name in self.given:
                 return self.given[name].value
-            known = defaults(self.release, self.trainer)
+            known = self.others
             if name not in known and not match[0].startswith("${oc."):
                 return match[0]  # hydra would refuse it
             return known[name] if name in known else _bare((match["default"] or "").strip().strip("\"'"))
@@ -249,6 +260,16 @@ class VerlConfig:
     def after(self, prefix: str) -> dict[str, Any]:
         """Return the given keys that begin with a prefix: the rest of the key, and the value."""
         return {key.removeprefix(prefix): self.get(key) for key in self.given if key.startswith(prefix)}
+
+
+def differences_from_defaults(printed: Mapping[str, Any], release: str, trainer: Trainer) -> dict[str, Override]:
+    """Return the keys of a printed config whose value is not the release's default."""
+    config = VerlConfig(release=release, trainer=trainer, given={}, printed=printed)
+    return {
+        key: Override(text=f"{key}={shown(value)}", mark="", key=key, value=value)
+        for key, value in printed.items()
+        if not config.is_default(key)
+    }
 
 
 def flatten(overrides: Sequence[Override]) -> dict[str, Override]:

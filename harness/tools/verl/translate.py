@@ -1,4 +1,4 @@
-"""A verl command as a harness config: the TOML with the origin of each value, and what became of each override."""
+"""verl's config as a harness config: the TOML with the origin of each value, and what became of each override."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.config.layers import ConfigError, toml_value
 from harness.config.resolve import resolve
@@ -18,20 +19,23 @@ from harness.tools import environments
 from harness.tools.verl.draft import FATES, Draft, Fate, Verdict
 from harness.tools.verl.mapping import translate_all
 from harness.tools.verl.overrides import (
-    RELEASES,
     Override,
     Trainer,
     VerlConfig,
+    differences_from_defaults,
     flatten,
+    newest_release,
     parse_override,
-    possible_releases,
+    release_with_keys,
 )
-from harness.tools.verl.shell_script import VerlCommand
+from harness.tools.verl.plain_script import print_instead
 from harness.tools.verl.shrink import shrink
 
 STRATEGIES = ("model_engine", "actor_rollout_ref.actor.strategy", "critic.strategy")
 OTHER_TRAINERS = ("megatron", "veomni", "torchtitan", "mindspeed", "automodel")
 CONFIG_OPTIONS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+_RESOLVER = re.compile(r"\$\{(?!oc\.select:)[\w.]+:")
+"""The start of a reference that needs more than verl's config, such as ${oc.env:HOME}."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +46,6 @@ class Translation:
     toml: str
     config: Config
     verdicts: tuple[Verdict, ...]
-    depends_on_release: tuple[str, ...]
-    """What other releases that would take the command make of it, if none was asked for: a line for each key."""
     nodes: int
     """trainer.nnodes."""
     refusal: str
@@ -55,106 +57,81 @@ class Translation:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the command is missing or depends on a release that is not known, and the harness can run it."""
-        return not (self.of("unsupported") or self.of("unknown") or self.depends_on_release or self.refusal)
+        """Whether nothing is missing, and the harness can run the config."""
+        return not (self.of("unsupported") or self.of("unknown") or self.refusal)
 
 
 def translate(
-    command: VerlCommand, release: str = "auto", tiny: str = "", environment: Mapping[str, str] = os.environ
+    words: Sequence[str], release: str = "auto", tiny: str = "", environment: Mapping[str, str] = os.environ
 ) -> Translation:
-    """Translate a command of verl.
+    """Translate the words after verl.trainer.main_ppo.
 
-    release: whose keys and defaults count, or auto. tiny: the name of a tiny model, "auto" for the one of the path's
-    architecture, or "" for the model as it is. Raise ConfigError, with one sentence, for a command that cannot be read.
+    release: whose keys and defaults count, or auto for the newest that has the keys. tiny: the name of a tiny model,
+    "auto" for the one of the path's architecture, or "" for the model as it is. Raise ConfigError, with one sentence,
+    for words that cannot be read.
     """
-    overrides, options = read_words(command.words)
-    trainer, verdicts = which_trainer(overrides, options)
-    verdicts += [Verdict(override=hole.text, fate="unsupported", text=hole.why) for hole in command.holes]
+    overrides, options = read_words(words)
+    trainer, verdicts = which_trainer(overrides, options, words)
     given = flatten(overrides)
-
-    def of_release(release: str) -> Draft:
-        return draft_of(given, release, trainer, verdicts, tiny, environment)
-
-    if release != "auto":
-        chosen, depends, draft = "as asked", [], of_release(release)
-    else:
-        possible, misfits = possible_releases(given.values(), trainer)
-        drafts = dict(zip(possible, map(of_release, possible), strict=True))
-        release, draft = drafts.popitem()
-        chosen = f"the newest whose config takes {'most overrides, not: ' if misfits else 'all overrides'}"
-        chosen += "; ".join(misfits)
-        depends = differences({**drafts, release: draft})
-    config = draft.config()
-    refusal = ""
-    try:
-        resolve(config)
-    except ConfigError as error:
-        refusal = str(error)
-    found = tuple(dict.fromkeys(draft.verdicts()))
-    return Translation(
-        release=release,
-        toml=to_text(draft, header(f"verl {release} ({chosen})", found, depends, command.not_run, refusal)),
-        config=config,
-        verdicts=found,
-        depends_on_release=tuple(depends),
-        nodes=draft.integer("trainer.nnodes"),
-        refusal=refusal,
-    )
-
-
-def draft_of(
-    given: Mapping[str, Override],
-    release: str,
-    trainer: Trainer,
-    verdicts: Iterable[Verdict],
-    tiny: str,
-    environment: Mapping[str, str],
-) -> Draft:
-    """Return the harness config of overrides for one release of verl. verdicts: on the command as a whole. Raise ConfigError."""
-    said = {verdict.override for verdict in verdicts}
+    whose = f"a command of verl {release} (as asked)"
+    if release == "auto":
+        release, misfits = newest_release(given.values(), trainer)
+        which = f"most of its keys, not: {'; '.join(misfits)}" if misfits else "its keys"
+        whose = f"a command of verl {release} (the newest release that has {which})"
+    whose += ". What it does not set has the defaults of that release."
     kept = {key: each for key, each in given.items() if each.mark != "~"}
-    draft = Draft(verl=VerlConfig(release=release, trainer=trainer, given=kept), of_command=[*verdicts])
+    draft = Draft(verl=VerlConfig(release=release, trainer=trainer, given=kept), of_command=verdicts)
+    said = {verdict.override for verdict in verdicts}
     for each in given.values():
         if each.mark == "~":
             deleted = "verl's code falls back to a value when a key is deleted; here it has the config's default"
             draft.of_command.append(Verdict(override=each.text, fate="unsupported", text=deleted))
-        elif is_config_group(each):
+        elif is_config_group(each) and not draft.verl.is_default(each.key):
             (draft.ignore if trainer == "megatron" or each.text in said else draft.lose)(
                 "another group of verl's config", each.key
             )
+    return finished(draft, whose, tiny, environment)
+
+
+def translate_printed(
+    printed: Mapping[str, Any], release: str = "auto", tiny: str = "", environment: Mapping[str, str] = os.environ
+) -> Translation:
+    """Translate a config that verl printed, of which only what differs from verl's defaults gets a verdict.
+
+    release: whose keys and defaults count, or auto for the one whose keys these are. tiny: as for a command. Raise
+    ConfigError.
+    """
+    trainer, verdicts = trainer_of(
+        [Override(text=f"{key}={value}", mark="", key=key, value=value) for key, value in printed.items()]
+    )
+    how = "as asked"
+    if release == "auto":
+        release, how = release_with_keys(printed, trainer), "judged by its keys"
+    given = differences_from_defaults(printed, release, trainer)
+    draft = Draft(verl=VerlConfig(release=release, trainer=trainer, given=given, printed=printed), of_command=verdicts)
+    whose = f"the {len(printed)} keys that verl {release} printed ({how}). What has its default is not counted."
+    return finished(draft, whose, tiny, environment)
+
+
+def finished(draft: Draft, whose: str, tiny: str, environment: Mapping[str, str]) -> Translation:
+    """Return the translation of a draft. whose: what was translated, for the header. Raise ConfigError."""
     translate_all(draft, environment)
     if tiny:
         shrink(draft, tiny)
-    return draft
-
-
-def differences(drafts: Mapping[str, Draft]) -> list[str]:
-    """Return a line for each key, and for each override, of which these releases make something different."""
-    settings = {release: found_in(draft) for release, draft in drafts.items()}
-    lines = []
-    for name in dict.fromkeys(name for each in settings.values() for name in each):
-        by_value: dict[str, list[str]] = {}
-        for release, each in settings.items():
-            by_value.setdefault(each.get(name, "not set"), []).append(release)
-        if len(by_value) > 1:
-            said = (f"{value} in {span(releases)}" for value, releases in by_value.items())
-            lines.append(f"{name}: {'; '.join(said)}")
-    return lines
-
-
-def span(releases: Sequence[str]) -> str:
-    """Return releases, oldest first, as a text: "0.4 to 0.9" if they are three or more in a row."""
-    first, last = RELEASES.index(releases[0]), RELEASES.index(releases[-1])
-    in_a_row = len(releases) > 2 and RELEASES[first : last + 1] == tuple(releases)
-    return f"{releases[0]} to {releases[-1]}" if in_a_row else ", ".join(releases)
-
-
-def found_in(draft: Draft) -> dict[str, str]:
-    """Return what a draft says: the value of each harness key, and for each override whether it is supported."""
-    values = {key: toml_value(entry.value) for key, entry in draft.entries.items()}
-    fates = {each.override: each.fate for each in draft.verdicts()}
-    supported = {override: "supported" if FATES.index(fate) < 2 else fate for override, fate in fates.items()}
-    return values | supported
+    config, refusal = draft.config(), ""
+    try:
+        resolve(config)
+    except ConfigError as error:
+        refusal = str(error)
+    verdicts = tuple(dict.fromkeys(draft.verdicts()))
+    return Translation(
+        release=draft.verl.release,
+        toml=to_text(draft, header(whose, verdicts, refusal)),
+        config=config,
+        verdicts=verdicts,
+        nodes=draft.integer("trainer.nnodes"),
+        refusal=refusal,
+    )
 
 
 def read_words(words: Sequence[str]) -> tuple[list[Override], dict[str, str]]:
@@ -168,6 +145,8 @@ def read_words(words: Sequence[str]) -> tuple[list[Override], dict[str, str]]:
             options[name] = (value if has_value else rest.pop(0) if rest else "").strip("'\"")
         elif word.startswith("-"):
             raise ConfigError(f"{word} is an option of hydra that cannot be translated; leave it out.")
+        elif _RESOLVER.search(word) and not word.lstrip("+").startswith("hydra"):
+            raise ConfigError(f"only hydra resolves {word}; {print_instead(words)}")
         elif word.strip():
             overrides.append(parse_override(word))
     return overrides, options
@@ -178,52 +157,51 @@ def is_config_group(override: Override) -> bool:
     return "@" in override.key or override.key == "model_engine"
 
 
-def which_trainer(overrides: Sequence[Override], options: Mapping[str, str]) -> tuple[Trainer, list[Verdict]]:
+def which_trainer(
+    overrides: Sequence[Override], options: Mapping[str, str], words: Sequence[str]
+) -> tuple[Trainer, list[Verdict]]:
     """Return whose keys and defaults count, and what the harness lacks of that trainer.
 
     Raise ConfigError for a config file of the user, whose values are unknown.
     """
     name = options.get("--config-name", "ppo_trainer").removesuffix(".yaml")
-    if name not in ("ppo_trainer", "ppo_megatron_trainer"):
-        raise ConfigError(
-            f"--config-name={name} is not one of verl's PPO configs (ppo_trainer, ppo_megatron_trainer), so its values are"
-            " unknown; write its differences as overrides, and leave the option out."
-        )
-    verdicts = []
-    folder = options.get("--config-path", options.get("--config-dir", "config"))
-    if folder.removeprefix("./") != "config" and not f"/{folder}".endswith("/verl/trainer/config"):
-        text = f"a {name}.yaml of that folder; verl's own is used"
-        verdicts.append(Verdict(override=f"--config-path={folder}", fate="unsupported", text=text))
-    lacking = "{}'s parallel sizes, memory and speed{}; here FSDP2 over all ranks, with the same formulas"
-    own = ", and the defaults of its own optimizer and schedule"
+    folder = options.get("--config-path", options.get("--config-dir", "config")).rstrip("/")
+    is_verls = folder.removeprefix("./") == "config" or f"/{folder}".endswith("/verl/trainer/config")
+    if name not in ("ppo_trainer", "ppo_megatron_trainer") or not is_verls:
+        raise ConfigError(f"the values of {folder}/{name}.yaml, a config of yours, are unknown; {print_instead(words)}")
     if name == "ppo_megatron_trainer":
-        text = lacking.format("Megatron", "")
-        return "megatron", [*verdicts, Verdict(override=f"--config-name={name}", fate="unsupported", text=text)]
+        return "megatron", [lacking(f"--config-name={name}", "megatron")]
+    return trainer_of(overrides)
+
+
+def trainer_of(overrides: Iterable[Override]) -> tuple[Trainer, list[Verdict]]:
+    """Return the same from verl's keys alone."""
     for each in overrides:
         other = next((other for other in OTHER_TRAINERS if other in str(each.value)), "")
         if other and (each.key in STRATEGIES or is_config_group(each)):
-            verdict = Verdict(
-                override=each.text,
-                fate="unsupported",
-                text=lacking.format(other.capitalize(), own if other != "megatron" else ""),
-            )
-            return "megatron" if other == "megatron" else "fsdp", [*verdicts, verdict]
-    return "fsdp", verdicts
+            return "megatron" if other == "megatron" else "fsdp", [lacking(each.text, other)]
+    return "fsdp", []
 
 
-def header(
-    whose: str, verdicts: Sequence[Verdict], depends: Sequence[str], not_run: Sequence[str], refusal: str
-) -> list[str]:
-    """Return the lines that say what became of the command."""
+def lacking(override: str, trainer: str) -> Verdict:
+    """Return what is missing of a trainer that is not FSDP."""
+    own = "" if trainer == "megatron" else ", and the defaults of its own optimizer and schedule"
+    theirs = f"{trainer.capitalize()}'s parallel sizes, memory and speed{own}"
+    text = f"{theirs}; here FSDP2 over all ranks, with the same formulas"
+    return Verdict(override=override, fate="unsupported", text=text)
+
+
+def header(whose: str, verdicts: Sequence[Verdict], refusal: str) -> list[str]:
+    """Return the lines that say what became of the command or config; what has the same reason is in one line."""
     counted = Counter(each.fate for each in verdicts)
-    lines = [f"Translated from a command of {whose}. What it does not set has the defaults of that release."]
+    lines = [f"Translated from {whose}"]
     lines.append(", ".join(f"{counted[fate]} {fate}" for fate in FATES) + ".")
     for fate in FATES[1:]:
-        lines += [f"{fate}: {each.override}: {each.text}" for each in verdicts if each.fate == fate]
-    if depends:
-        lines.append("Other releases of verl take the command as well, and mean something else; give --release:")
-    lines += [f"depends on the release: {each}" for each in depends]
-    lines += [f"not run: {each}" for each in not_run]
+        by_reason: dict[str, list[str]] = {}
+        for each in verdicts:
+            if each.fate == fate:
+                by_reason.setdefault(each.text, []).append(each.override)
+        lines += [f"{fate}: {', '.join(overrides)}: {reason}" for reason, overrides in by_reason.items()]
     return [*lines, *([f"refused by the harness: {refusal}"] if refusal else [])]
 
 

@@ -1,4 +1,4 @@
-"""launch/from_verl.py: a command, a script or standard input; where the config goes; exit codes."""
+"""launch/from_verl.py: a command, a script or the config that verl prints; where the config goes; exit codes."""
 
 import subprocess
 import sys
@@ -9,14 +9,15 @@ import pytest
 
 from harness.tools.environments import REPOSITORY
 
-SCRIPT = Path(__file__).with_name("commands") / "two-hosts-dp1-tp4.sh"
+COMMANDS = Path(__file__).with_name("commands")
+SCRIPT, PRINTED = COMMANDS / "two-hosts-dp1-tp4.sh", COMMANDS / "sequence-balance-comparison.yaml"
 WORDS = ["actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
 
 
-def run(*words: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run on a Python with nothing but its standard library."""
-    command = [sys.executable, "-S", REPOSITORY / "launch" / "from_verl.py", *words]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
+def run(*words: str | Path, bare: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run on a Python with nothing but its standard library, unless `bare` is false."""
+    command = [sys.executable, *(["-S"] if bare else []), REPOSITORY / "launch" / "from_verl.py", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_a_script_and_its_arguments_to_a_file(tmp_path: Path) -> None:
@@ -39,11 +40,17 @@ def test_a_command_to_standard_output_with_the_summary_beside_it() -> None:
 
 
 @pytest.mark.parametrize("tiny", [["--tiny"], ["--tiny", "llama"]], ids=["by-path", "by-name"])
-def test_standard_input_and_tiny(tiny: list[str]) -> None:
-    done = run(*tiny, "--release", "0.4", "-", stdin=SCRIPT.read_text())
+def test_tiny(tiny: list[str]) -> None:
+    done = run(*tiny, "--release", "0.4", SCRIPT)
     assert done.returncode == 0, done.stderr
     assert tomllib.loads(done.stdout)["model"]["name"] == ("llama" if len(tiny) == 2 else "qwen2")
     assert "verl 0.4 (as asked)" in done.stderr
+
+
+def test_the_config_that_verl_prints() -> None:
+    done = run(PRINTED, bare=False)
+    assert done.returncode == 0, done.stderr
+    assert tomllib.loads(done.stdout)["rollout"]["prompts_per_step"] == 2048 and "verl 0.3 printed" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,7 @@ def test_standard_input_and_tiny(tiny: list[str]) -> None:
         ([], "there are no arguments of verl"),
         (["/no/such.sh"], "/no/such.sh cannot be read"),
         ([SCRIPT, "--", "data.x=1"], "not both"),
+        ([PRINTED, "data.x=1"], "give data.x=1 to verl's command"),
         (["--tiny", "gemma"], "gemma cannot be read"),
         (["--releas", "0.4", "--", *WORDS], "--releas is not an option"),
         (["--", *WORDS, "data.train_batch_size=1,2"], "sweep"),

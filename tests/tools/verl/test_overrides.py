@@ -14,9 +14,9 @@ from harness.tools.verl.overrides import (
     flatten,
     is_known,
     nearest_key,
+    newest_release,
     parse_override,
     parse_value,
-    possible_releases,
 )
 
 
@@ -143,21 +143,18 @@ def test_references_that_multiply_are_refused() -> None:
     assert found.get("x.c") == "${x.c}"
 
 
-def test_the_releases_that_take_a_command() -> None:
-    def possible(*words: str) -> tuple[list[str], list[str]]:
-        return possible_releases(
-            [parse_override(word) for word in ("actor_rollout_ref.rollout.name=sglang", *words)], "fsdp"
-        )
+def test_the_newest_release_that_takes_a_command() -> None:
+    def newest(*words: str) -> tuple[str, list[str]]:
+        given = [parse_override(word) for word in ("actor_rollout_ref.rollout.name=sglang", *words)]
+        return newest_release(given, "fsdp")
 
-    assert possible("data.train_batch_size=1")[0] == [*RELEASES]
-    assert possible("+trainer.val_before_train=False")[0] == ["0.2", "0.3"]  # 0.4 has the key; hydra refuses the plus
-    assert possible("critic.model.fsdp_config.param_offload=True")[0] == [*RELEASES[:-2]]
-    assert possible("actor_rollout_ref.actor.fsdp_config.grad_offload=True")[0] == ["0.2"]
-    both, why = possible("+trainer.val_before_train=False", "critic.fsdp.param_offload=True")
-    assert len(why) == 1 and both == ["0.2", "0.3", "0.8", "0.9"]
-    assert (
-        possible_releases([parse_override("data.train_batch_size=1")], "fsdp")[0][-1] == "0.5"
-    )  # rollout.name had a default
+    assert newest("data.train_batch_size=1") == ("0.9", [])
+    assert newest("+trainer.val_before_train=False") == ("0.3", [])  # 0.4 has the key; hydra refuses the plus
+    assert newest("critic.model.fsdp_config.param_offload=True") == ("0.7", [])
+    assert newest("actor_rollout_ref.actor.fsdp_config.grad_offload=True") == ("0.2", [])
+    both, why = newest("+trainer.val_before_train=False", "critic.fsdp.param_offload=True")
+    assert both == "0.9" and len(why) == 1
+    assert newest_release([parse_override("data.train_batch_size=1")], "fsdp")[0] == "0.5"  # rollout.name had a default
 
 
 def test_unknown_keys_have_a_nearest_one() -> None:

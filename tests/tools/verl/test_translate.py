@@ -1,6 +1,7 @@
 """verl's commands as harness configs: the seven of an SGLang guide, the keys of all releases, and the verdicts on the rest."""
 
 import json
+import shlex
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from harness.tools.environments import REPOSITORY
 from harness.tools.preflight import check_plan
 from harness.tools.verl.draft import Draft, full, row_of
 from harness.tools.verl.overrides import RELEASES, Trainer, defaults, parse_override
-from harness.tools.verl.shell_script import VerlCommand, command_of_script
+from harness.tools.verl.plain_script import words_of_script
 from harness.tools.verl.translate import Translation, launch_lines, translate
 
 KEYS = REPOSITORY / "harness" / "tools" / "verl" / "keys.toml"
@@ -105,16 +106,15 @@ SEVEN: dict[str, dict[str, Any]] = {
 
 
 def of_script(path: Path, release: str = "auto", tiny: str = "") -> Translation:
-    return translate(command_of_script(path.read_text(), [], ENVIRONMENT), release, tiny, ENVIRONMENT)
+    return translate(words_of_script(path.read_text(), [], ENVIRONMENT), release, tiny, ENVIRONMENT)
 
 
 def of(*words: str, release: str = "auto", needed: tuple[str, ...] = NEEDED) -> Translation:
-    return translate(VerlCommand(words=(*needed, *words)), release, environment=ENVIRONMENT)
+    return translate((*needed, *words), release, environment=ENVIRONMENT)
 
 
 def is_whole(*words: str) -> bool:
-    """Return whether nothing is missing for the release that auto takes."""
-    return of(*words, release=of(*words).release).is_whole
+    return of(*words).is_whole
 
 
 def value(config: Config, key: str) -> Any:
@@ -137,7 +137,7 @@ def test_each_command_translates_with_nothing_unexplained(path: Path) -> None:
     assert of_script(path).release == wanted["release"]
     found = of_script(path, wanted.pop("release"))
     assert found.is_whole
-    words = command_of_script(path.read_text(), [], ENVIRONMENT).words
+    words = words_of_script(path.read_text(), [], ENVIRONMENT)
     keys = {parse_override(word).key for word in words}
     assert {parse_override(each.override).key for each in found.verdicts} == keys
     assert all(each.text for each in found.verdicts)
@@ -165,7 +165,7 @@ def test_tiny_learns_within_its_three_steps() -> None:
         "critic.optim.lr_warmup_steps=50",
         "actor_rollout_ref.model.path=Qwen/Qwen2-7B",
     )
-    config = translate(VerlCommand(words=(*NEEDED, *words)), tiny="auto", environment=ENVIRONMENT).config
+    config = translate((*NEEDED, *words), tiny="auto", environment=ENVIRONMENT).config
     assert (config.algorithm.critic_warmup, config.critic.warmup_steps, config.run.steps) == (1, 2, 3)
 
 
@@ -300,8 +300,7 @@ SAID: list[tuple[str, str, str]] = [
     ("+actor_rollout_ref.rollout.repetition_penalty=1.1", "unsupported", "penalty"),
     ("+actor_rollout_ref.rollout.presence_penalty=1.0", "unsupported", "penalty"),
     ("+actor_rollout_ref.rollout.engine_kwargs.sglang.json_model_override_args={a:1}", "unsupported", "JSON"),
-    ("actor_rollout_ref.model.path=${oc.env:HOME}/q", "unsupported", "only hydra"),
-    ("trainer.experiment_name=${foo.bar}_x", "unsupported", "${foo.bar}_x"),
+    ("hydra.run.dir=/tmp/${now:%Y}", "irrelevant", "hydra's own"),
     ("+actor_rollout_ref.rollout.frequency_penalty=0", "irrelevant", "changes nothing"),
     ("+actor_rollout_ref.rollout.min_p=1", "unsupported", "floor"),
     ("trainer.npu_profile.options.level=level1", "irrelevant", "profilers"),
@@ -439,21 +438,13 @@ def test_the_end_of_the_epochs_is_said_beside_a_number_of_steps() -> None:
     assert [each.override for each in of(*words).of("unsupported")] == [words[0]]
 
 
-def test_what_depends_on_the_release_is_said_unless_it_is_given() -> None:
+def test_without_a_release_the_newest_that_has_the_keys_counts_and_is_named() -> None:
     words = (*GRPO, "actor_rollout_ref.rollout.name=sglang", "critic.model.fsdp_config.param_offload=False")
-    found = of(*words, "data.filter_overlong_prompts=True", needed=NEEDED[1:])
-    assert found.release == "0.7" and not found.is_whole and not found.of("unsupported")
-    assert "actor.entropy_coefficient: 0.001 in 0.3; 0.0 in 0.4 to 0.7" in found.depends_on_release
-    assert "actor.dual_clip: 0.0 in 0.3; 3.0 in 0.4 to 0.7" in found.depends_on_release
-    assert "# depends on the release: actor.dual_clip: 0.0 in 0.3; 3.0 in 0.4 to 0.7" in found.toml.splitlines()
-    given = of(*words, "data.filter_overlong_prompts=True", needed=NEEDED[1:], release="0.7")
-    assert given.is_whole and given.config == found.config and "depends" not in given.toml
-
-
-def test_an_override_that_only_some_releases_support_depends_on_the_release() -> None:
-    found = of("actor_rollout_ref.rollout.max_model_len=1024", release="auto")
-    [line] = [each for each in found.depends_on_release if "max_model_len" in each]
-    assert line == "actor_rollout_ref.rollout.max_model_len=1024: supported in 0.3 to 0.5; unsupported in 0.6 to 0.9"
+    found = of(*words, needed=NEEDED[1:])
+    assert found.release == "0.7" and found.is_whole
+    assert "verl 0.7 (the newest release that has its keys)" in found.toml
+    mixed = of("+trainer.val_before_train=False", "critic.fsdp.param_offload=True")
+    assert mixed.release == "0.9" and "hydra refuses the plus" in mixed.toml
 
 
 def test_a_critic_is_not_said_to_be_mapped_where_there_is_none() -> None:
@@ -525,7 +516,7 @@ def test_every_key_of_every_release_has_a_verdict_and_a_default_that_changes_not
                 "null" if default is None else json.dumps(default) if isinstance(default, list | str) else str(default)
             )
             words.append(f"{key}={text}")
-        loud = translate(VerlCommand(words=(*options, *words, *NEEDED)), release, environment=ENVIRONMENT)
+        loud = translate((*options, *words, *NEEDED), release, environment=ENVIRONMENT)
         assert loud.config == silent.config, release
         assert not loud.of("unknown"), release
         extra = {each.override for each in loud.of("unsupported")} - {
@@ -550,7 +541,7 @@ def test_every_key_of_every_release_has_a_verdict_and_a_default_that_changes_not
 )
 def test_a_value_that_verl_refuses_is_named(word: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} {reason}"):
-        translate(VerlCommand(words=(*NEEDED, word)), "0.9", "qwen2", ENVIRONMENT)
+        translate((*NEEDED, word), "0.9", "qwen2", ENVIRONMENT)
 
 
 def test_an_endless_warmup_is_refused() -> None:
@@ -585,12 +576,12 @@ def test_no_value_of_an_integer_key_ends_in_a_traceback(monkeypatch: pytest.Monk
     for words, dynamic in zip(FUZZED, ("True", "False"), strict=True):
         command = (NEEDED[0], f"actor_rollout_ref.actor.use_dynamic_bsz={dynamic}", *words)
         read.clear()
-        translate(VerlCommand(words=command), "0.7", environment=ENVIRONMENT)
+        translate(command, "0.7", environment=ENVIRONMENT)
         assert {"trainer.nnodes", "data.train_max_samples", "actor_rollout_ref.actor.ppo_mini_batch_size"} <= read
         for key in sorted(read):
             for value in ("x", "null", "0", "-1", "1.5", "[]", "{}"):
                 with suppress(ConfigError):
-                    found = translate(VerlCommand(words=(*command, f"++{key}={value}")), "0.7", "qwen2", ENVIRONMENT)
+                    found = translate((*command, f"++{key}={value}"), "0.7", "qwen2", ENVIRONMENT)
                     launch_lines(found, "run.toml", 0)
 
 
@@ -607,10 +598,25 @@ def test_megatron_is_one_sentence_and_its_tables_follow() -> None:
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
     )
     assert [each.override for each in found.of("unsupported")] == ["--config-name=ppo_megatron_trainer"]
-    with pytest.raises(ConfigError, match="--config-name=mine is not one of"):
-        of("--config-name", "mine")
-    elsewhere = of("--config-path=/etc/verl")
-    assert [each.override for each in elsewhere.of("unsupported")] == ["--config-path=/etc/verl"]
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("actor_rollout_ref.model.path=${oc.env:HOME}/q", "only hydra resolves"),
+        ("--config-name=mine", "config/mine.yaml, a config of yours"),
+        ("--config-path=/etc/verl", "/etc/verl/ppo_trainer.yaml, a config of yours"),
+    ],
+)
+def test_what_only_hydra_knows_is_asked_for_as_verl_prints_it(word: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as raised:
+        of(word)
+    assert f"{shlex.quote(word)} --cfg job --resolve > job.yaml" in str(raised.value)
+
+
+def test_a_reference_that_hydra_refuses_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a key that verl's config does not have"):
+        of("trainer.experiment_name=${foo.bar}_x")
 
 
 @pytest.mark.parametrize(
@@ -628,23 +634,15 @@ def test_megatron_is_one_sentence_and_its_tables_follow() -> None:
 )
 def test_the_tiny_model_is_of_the_paths_architecture(path: str, tiny: str) -> None:
     words = (*NEEDED, f"actor_rollout_ref.model.path={path}")
-    assert translate(VerlCommand(words=words), tiny="auto", environment=ENVIRONMENT).config.model.name == tiny
+    assert translate(words, tiny="auto", environment=ENVIRONMENT).config.model.name == tiny
 
 
 def test_an_architecture_without_a_tiny_model_is_asked_for() -> None:
     for path in ("google/gemma-2-2b-it", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen1.5-MoE-A2.7B"):
-        command = VerlCommand(words=(*NEEDED, f"actor_rollout_ref.model.path={path}"))
+        command = (*NEEDED, f"actor_rollout_ref.model.path={path}")
         with pytest.raises(ConfigError, match="choose one by --tiny NAME"):
             translate(command, tiny="auto", environment=ENVIRONMENT)
         assert translate(command, tiny="llama", environment=ENVIRONMENT).config.model.name == "llama"
-
-
-def test_a_default_that_all_releases_share_depends_on_none() -> None:
-    words = (NEEDED[0], "data.train_batch_size=1024", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4")
-    found = translate(VerlCommand(words=words), environment=ENVIRONMENT).toml
-    assert "unsupported: critic.ppo_micro_batch_size_per_gpu=null (verl's default): " in found
-    assert "depends on the release: actor.entropy_coefficient" in found
-    assert "depends on the release: critic.ppo_micro" not in found
 
 
 def test_commands_to_run_it() -> None:
