@@ -6,23 +6,22 @@ Each function sets the keys of one section. Facts about verl's code name the rel
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from harness.config.layers import ConfigError, shown
 from harness.config.rules import DERIVED_ENGINE_ARGUMENTS
-from harness.config.schema import KlEstimator, LossAggregation
 from harness.tools.verl.draft import Draft, counterparts, full, of_type
 
 MASTER_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 DTYPES = MASTER_DTYPES | {"float16": "float16", "fp16": "float16", "half": "float16"}
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
-KL_ESTIMATORS = {name: name for name in get_args(KlEstimator)} | {
-    "kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "low_var_kl+": "k3+",
-}  # fmt: skip
+KL_IN_REWARD, KL_IN_LOSS = ("kl", "k1"), ("low_var_kl", "k3")
+"""verl's names of the estimators that there are here."""
+DUAL_CLIP = 3.0
+"""Of harness/trainer/losses.py, which imports torch."""
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear", "inverse-square-root": "inverse_sqrt"}
-AGGREGATIONS = {name: name for name in get_args(LossAggregation)}
 TRACKERS = ("tensorboard", "wandb")
 
 
@@ -38,11 +37,10 @@ def translate_all(draft: Draft, environment: Mapping[str, str] = os.environ) -> 
     algorithm(draft)
     kl(draft)
     importance_sampling(draft)
-    for section, prefix in (("actor", "@.actor"), ("critic", "critic")):
-        if section == "actor" or has_critic(draft):
-            batches(draft, section, prefix)
-            optimizer(draft, section, prefix)
-            choose(draft, f"{section}.loss_aggregation", f"{prefix}.loss_agg_mode", AGGREGATIONS, "token-mean")
+    batches(draft)
+    optimizer(draft)
+    critic_as_actor(draft)
+    only(draft, "@.actor.loss_agg_mode", ("token-mean",), "the loss as another number than the mean over tokens")
     clipping(draft)
     memory(draft)
     length_of_run(draft)
@@ -333,10 +331,17 @@ def kl(draft: Draft) -> None:
     if placement != "reward":
         draft.ignore(off.format("reward"), "algorithm.kl_penalty", "algorithm.kl_ctrl.*")
     if placement == "loss":
-        choose(draft, "algorithm.kl_estimator", "@.actor.kl_loss_type", KL_ESTIMATORS, "auto")
+        only(
+            draft,
+            "@.actor.kl_loss_type",
+            KL_IN_LOSS,
+            "another estimator of the KL in the loss; here it is k3 (low_var_kl)",
+        )
         draft.put("algorithm.kl_coefficient", draft.get("@.actor.kl_loss_coef"), "@.actor.kl_loss_coef")
     elif placement == "reward":
-        choose(draft, "algorithm.kl_estimator", "algorithm.kl_penalty", KL_ESTIMATORS, "auto")
+        only(
+            draft, "algorithm.kl_penalty", KL_IN_REWARD, "another estimator of the KL in the reward; here it is k1 (kl)"
+        )
         draft.put("algorithm.kl_coefficient", draft.get("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_ctrl.kl_coef")
         adaptive = [f"algorithm.kl_ctrl.{name}" for name in ("type", "target_kl", "horizon")]
         if draft.get(adaptive[0]) == "adaptive":
@@ -346,37 +351,58 @@ def kl(draft: Draft) -> None:
 
 
 def importance_sampling(draft: Draft) -> None:
-    """Set algorithm.importance_cap: tis_imp_ratio_cap in 0.5, rollout_is_threshold since 0.6."""
-    level, cap = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
-    ratio_cap, older_level, older_cap = (
-        "@.actor.tis_imp_ratio_cap",
-        "algorithm.rollout_is",
-        "algorithm.rollout_is_threshold",
-    )
-    if draft.get(level) == "token":
-        if isinstance(draft.get(cap), int | float):
-            draft.put("algorithm.importance_cap", draft.number(cap), level, cap)
-            return
-        draft.lose("importance weights with two bounds; here they have an upper bound alone", level, cap)
-    elif draft.get(level):
-        draft.lose("importance weights of whole sequences; here they are of tokens", level)
-    draft.ignore(f"{level} is off", cap)
-    value = draft.number_or(0.0, ratio_cap)
-    if not value and draft.get(older_level) in (True, "token"):
-        value = draft.number_or(0.0, older_cap)
-    if any(map(draft.given, (ratio_cap, older_level, older_cap))):
-        draft.put("algorithm.importance_cap", max(0.0, value), ratio_cap, older_level, older_cap)
+    """Refuse weights of the policy's loss: tis_imp_ratio_cap in 0.5, rollout_is since 0.6."""
+    keys = ("@.actor.tis_imp_ratio_cap", "algorithm.rollout_is", "algorithm.rollout_correction.rollout_is")
+    for key in keys:
+        value = draft.get(key)
+        if value and value not in (-1, "none"):
+            draft.lose("importance weights, for an engine whose probabilities differ from the trainer's", key)
+    draft.ignore("there are no importance weights", *keys, "algorithm.rollout_*_threshold*", f"{keys[2]}_threshold*")
 
 
-def batches(draft: Draft, section: str, prefix: str) -> None:
-    """Set minibatches and microbatches. verl counts a minibatch in prompts; the critic's in sequences before 0.4."""
+def only(draft: Draft, key: str, values: Collection[object], otherwise: str) -> None:
+    """Say that a key is as here, or that what it asks for is not here. A release without the key has nothing else."""
+    value = draft.get(key)
+    if value is None or value in values:
+        draft.ignore(f"{shown(value)} is what there is here", key)
+    else:
+        draft.lose(otherwise, key)
+
+
+def critic_as_actor(draft: Draft) -> None:
+    """Compare what verl sets for the critic and for the actor apart, and the harness for both."""
+    if not has_critic(draft):
+        return
+    optim = ("weight_decay", "betas", "clip_grad", "lr_warmup_steps", "lr_warmup_steps_ratio", "warmup_style")
+    same = [
+        *(
+            "ppo_epochs",
+            "ppo_mini_batch_size",
+            "ppo_micro_batch_size",
+            "ppo_micro_batch_size_per_gpu",
+            "use_dynamic_bsz",
+        ),
+        *("ppo_max_token_len_per_gpu", "loss_agg_mode", "grad_clip"),
+        *(f"optim.{name}" for name in (*optim, "lr_scheduler_type", "lr_decay_style")),
+    ]
+    pairs = [(f"critic.{name}", f"@.actor.{name}") for name in same]
+    pairs.append(("critic.model.enable_gradient_checkpointing", "@.model.enable_gradient_checkpointing"))
+    for critics, actors in pairs:
+        if draft.given(critics) and draft.get(critics) != draft.get(actors):
+            draft.lose(
+                f"a critic that is updated otherwise than the actor; here {full(actors)} counts for both", critics
+            )
+        else:
+            draft.ignore(f"{full(actors)} counts for both", critics)
+    draft.ignore("the critic's minibatch is the actor's", "critic.rollout_n")
+
+
+def batches(draft: Draft) -> None:
+    """Set minibatches and microbatches. verl counts a minibatch in prompts."""
+    section, prefix = "actor", "@.actor"
     key, responses = f"{prefix}.ppo_mini_batch_size", draft.integer("@.rollout.n", least=1)
-    sources = [key]
-    if section == "critic" and not draft.since("0.8"):  # 0.4 to 0.7 multiply by rollout_n, by default rollout.n
-        responses = draft.integer("critic.rollout_n", least=1) if draft.since("0.4") else 1
-        sources += ["critic.rollout_n"] * draft.given("critic.rollout_n")
     note = f"x {responses} responses" if responses > 1 else ""
-    draft.put(f"{section}.minibatch_size", draft.integer(key, least=1) * responses, *sources, note=note)
+    draft.put(f"{section}.minibatch_size", draft.integer(key, least=1) * responses, key, note=note)
     dynamic, budget = f"{prefix}.use_dynamic_bsz", f"{prefix}.ppo_max_token_len_per_gpu"
     per_rank, over_ranks = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{prefix}.ppo_micro_batch_size"
     if draft.get(dynamic):
@@ -408,8 +434,9 @@ def token_budget(draft: Draft, prefix: str, budget: int) -> tuple[int, str]:
     return budget, ""
 
 
-def optimizer(draft: Draft, section: str, prefix: str) -> None:
+def optimizer(draft: Draft) -> None:
     """Set AdamW, its schedule and gradient clipping."""
+    section, prefix = "actor", "@.actor"
     optim, megatron = f"{prefix}.optim", draft.verl.trainer == "megatron"
     draft.put(f"{section}.weight_decay", draft.get(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
     draft.put(f"{section}.betas", betas(draft, f"{optim}.betas"), f"{optim}.betas")
@@ -457,8 +484,11 @@ def warmup(draft: Draft, section: str, prefix: str) -> bool:
         draft.ignore("not above 0: lr_warmup_steps_ratio counts", steps_key)
         total, source = "trainer.total_training_steps", ratio_key
         if draft.get(total) is None:
-            draft.put(f"{section}.warmup_ratio", ratio, ratio_key)
-            return ratio > 0
+            if ratio:
+                draft.lose(f"a warm-up as a share of all steps; give {total} or lr_warmup_steps", ratio_key)
+            else:
+                draft.ignore("there is no warm-up", ratio_key)
+            return False
         steps = product(ratio, draft.integer(total), f"{full(ratio_key)} x {total}")
     sequences = draft.integer("data.train_batch_size") * draft.integer("@.rollout.n")
     minibatches = sequences // draft.entries[f"{section}.minibatch_size"].value
@@ -484,7 +514,7 @@ def clipping(draft: Draft) -> None:
         draft.put(f"actor.clip_{name}", draft.get(source), source)
     if full("@.actor.clip_ratio") not in draft.mapped:
         draft.ignore("verl reads clip_ratio_low and clip_ratio_high, which have defaults", "@.actor.clip_ratio")
-    draft.put("actor.dual_clip", draft.get("@.actor.clip_ratio_c", 0.0), "@.actor.clip_ratio_c")
+    only(draft, "@.actor.clip_ratio_c", (DUAL_CLIP,), f"another bound of the dual clip than {DUAL_CLIP:g}")
 
 
 def memory(draft: Draft) -> None:

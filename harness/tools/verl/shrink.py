@@ -28,7 +28,6 @@ LARGEST = {
     "rollout.responses_per_prompt": 4,
     "algorithm.critic_warmup": 1,
     "actor.warmup_steps": 2,
-    "critic.warmup_steps": 2,
 }
 """Keys that keep their values up to these."""
 LEFT_OUT = (
@@ -94,15 +93,11 @@ def batches(value: Mapping[str, Any], new: Mapping[str, Any], ranks: int) -> dic
     longest = new["task.max_prompt_tokens"] + new["rollout.max_response_tokens"]
     count = min(MOST_MINIBATCHES, max(1, sequences // value["actor.minibatch_size"]))
     found = {"rollout.prompts_per_step": ranks * count}
-    for section in ("actor", "critic"):
-        if f"{section}.minibatch_size" not in value:
-            continue
-        own_count = min(count, max(1, sequences // value[f"{section}.minibatch_size"]))
-        found[f"{section}.minibatch_size"] = ranks * responses * count // own_count
-        if f"{section}.microbatch_size" in value:
-            found[f"{section}.microbatch_size"] = min(LARGEST_MICROBATCH, value[f"{section}.microbatch_size"])
-        if value.get(f"{section}.tokens_per_microbatch"):
-            found[f"{section}.tokens_per_microbatch"] = min(4 * longest, value[f"{section}.tokens_per_microbatch"])
+    found["actor.minibatch_size"] = ranks * responses
+    if "actor.microbatch_size" in value:
+        found["actor.microbatch_size"] = min(LARGEST_MICROBATCH, value["actor.microbatch_size"])
+    if value.get("actor.tokens_per_microbatch"):
+        found["actor.tokens_per_microbatch"] = min(4 * longest, value["actor.tokens_per_microbatch"])
     return found
 
 
