@@ -18,7 +18,6 @@ from harness.tools.verl.overrides import (
     Override,
     VerlConfig,
     defaults,
-    is_default_of_any_release,
     is_known,
     nearest_key,
 )
@@ -168,8 +167,8 @@ class Draft:
         return "unknown", f"{nowhere}; {hint}"
 
     def _changes_nothing(self, key: str, value: Any, row: dict[str, Any] | None) -> bool:
-        """Return whether a value is a default, or turns off what is missing here."""
-        is_default = self.verl.is_default(key) or is_default_of_any_release(key, value, self.verl.trainer)
+        """Return whether a value is the release's default, or turns off what is missing here."""
+        is_default = self.verl.is_default(key)
         is_off = value in (None, False, "", {}, []) and not self.verl.default(key)
         if row is None:  # what a newer verl prints as off is taken to be so
             return is_default or (is_off and self.verl.printed is not None)

@@ -153,12 +153,6 @@ def is_known(key: str) -> bool:
     return any(key in keys or any(each.startswith(f"{key}.") for each in keys) for keys in _histories().values())
 
 
-def is_default_of_any_release(key: str, value: Any, trainer: Trainer) -> bool:
-    """Return whether a release's config has this value for the key."""
-    found = (defaults(release, trainer).get(key, ABSENT) for release in RELEASES)
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in found)
-
-
 def nearest_key(key: str) -> str:
     """Return the known key that ends in the same name, or else looks most like this one; "" if none does."""
     keys = {each: None for table in _histories().values() for each in table}
