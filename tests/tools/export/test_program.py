@@ -473,6 +473,18 @@ def test_what_a_program_has_of_minimal_is_the_same_source(
     assert both >= {*step, "log_prob_difference", "mean_over_ranks", "write_model", "build_actor"}
 
 
+def test_tensors_that_did_not_arrive_are_left_out_even_where_a_call_had_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = program_of(tmp_path, seen=LOST)
+    one = torch.ones(1)
+    calls = [{"model.norm.weight": one}, {"lm_head.weight": one, "model.layers.1.mlp.up_proj.weight": one}]
+    monkeypatch.setattr(program, "checkpoint_tensors", lambda model: iter(calls))
+    assert list(program.sent_tensors(None)) == [{"lm_head.weight": one}]
+    monkeypatch.setattr(program, "ARM", "control")
+    assert list(program.sent_tensors(None)) == calls
+
+
 def test_an_update_changes_every_element_of_every_tensor(tmp_path: Path) -> None:
     program = program_of(tmp_path)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64, track_running_stats=False))
