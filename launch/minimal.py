@@ -23,7 +23,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from multiprocessing.reduction import ForkingPickler
@@ -117,6 +118,8 @@ ENGINE_ARGUMENTS |= dict.fromkeys((*GRAPHS, "enforce_disable_flashinfer_allreduc
 ON_GPU = {"device": "cuda", "attention_backend": "triton", "enable_memory_saver": True, "mem_fraction_static": 0.4}
 ON_CPU = {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 4096, "mem_fraction_static": 0.1}
 ENGINE_ARGUMENTS |= ON_GPU if DEVICE == "cuda" else ON_CPU
+# Of every request, besides length and temperature: without an end of sequence all responses are equally long.
+SAMPLING: dict[str, Any] = {"ignore_eos": True}
 # Read when SGLang is imported. Without the last one, it would compile C++.
 CPU_MODE = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "no-nccl-on-cpu", "TORCHDYNAMO_DISABLE": "1"}
 
@@ -140,6 +143,12 @@ def engine_gpus(visible: list[str | None], ranks: list[int]) -> str:
     return ",".join(gpus[rank] for rank in ranks)
 
 
+def engine_cores(ranks: list[int]) -> str:
+    """Return SGLANG_CPU_OMP_THREADS_BIND of the engine of these ranks: a core for each of its TP ranks."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in ranks)
+
+
 def engine_placement(store: dist.Store, rank: int, world: int, tp: int) -> dict[str, str]:
     """Return the variables that put the engine of this rank's TP group on the group's GPUs (or cores); collective."""
     first = rank - rank % tp
@@ -149,9 +158,21 @@ def engine_placement(store: dist.Store, rank: int, world: int, tp: int) -> dict[
         visible = [json.loads(store.get(f"visible to {each}")) for each in range(world)]
         # SGLang refuses to start on GPUs with unequal free memory. The trainer may well hold more of one than of another.
         return {"CUDA_VISIBLE_DEVICES": engine_gpus(visible, ranks), "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
-    cores = sorted(os.sched_getaffinity(0))
-    bind = "|".join(str(cores[each % len(cores)]) for each in ranks)
-    return {"SGLANG_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": "1"}
+    return {"SGLANG_CPU_OMP_THREADS_BIND": engine_cores(ranks), "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def engine_environment(placement: dict[str, str]) -> Iterator[None]:
+    """Hide torchrun's variables from what starts within this, and set those of placement; restore all afterwards."""
+    before = dict(os.environ)
+    for name in before.keys() - clean_environment(before).keys():  # clear() would move what setproctitle looks for
+        del os.environ[name]
+    os.environ |= placement
+    try:
+        yield
+    finally:
+        os.environ.clear()  # SGLang sets NCCL_* for itself; in the trainer NCCL needs the same values on all ranks
+        os.environ |= before
 
 
 def free_ports(count: int) -> list[int]:
@@ -167,7 +188,9 @@ def prepare(settings: Settings, store: dist.Store, rank: int, world: int, new: s
     """Write the model on the first rank; return its folder, and two ports for each engine; collective."""
     if rank == 0:
         # Ranks of one host can share a folder, and only the first one writes: transformers lets no other rank save a model.
-        folder = settings.model if os.path.isdir(settings.model) else write_tiny(settings.model, new, settings.seed)
+        folder = settings.model
+        if not os.path.isdir(folder):
+            folder = write_model(new, settings.model, tiny_shape(settings.model), settings.seed)
         # One rank draws the ports of all engines. SGLang draws random ports, and a trainer seeds those generators alike.
         # All ranks need one authkey: on the CPU an engine fetches tensors from every rank's process, which asks for its key.
         authkey = bytes(multiprocessing.current_process().authkey).hex()
@@ -179,34 +202,30 @@ def prepare(settings: Settings, store: dist.Store, rank: int, world: int, new: s
 
 def start_engine(settings: Settings, placement: dict[str, str], ports: list[int], dp: int, folder: str) -> Any:
     """Start the sglang.Engine of TP group dp. ports: two for each engine."""
-    before = dict(os.environ)
-    for name in before.keys() - clean_environment(before).keys():  # clear() would move what setproctitle looks for
-        del os.environ[name]
-    os.environ |= placement
     try:
-        import sglang
-        from sglang.srt.server_args import ServerArgs
+        with engine_environment(placement):
+            import sglang
+            from sglang.srt.server_args import ServerArgs
 
-        arguments = {key: value for key, value in ENGINE_ARGUMENTS.items() if key in signature(ServerArgs).parameters}
-        arguments |= {"port": ports[2 * dp], "dist_init_addr": f"127.0.0.1:{ports[2 * dp + 1]}"}
-        arguments |= {"tp_size": settings.tp, "dtype": str(DTYPE).split(".")[1], "random_seed": settings.seed + dp}
-        if DEVICE == "cuda":
+            known = signature(ServerArgs).parameters
+            arguments = {key: value for key, value in ENGINE_ARGUMENTS.items() if key in known}
+            arguments |= {"port": ports[2 * dp], "dist_init_addr": f"127.0.0.1:{ports[2 * dp + 1]}"}
+            arguments |= {"tp_size": settings.tp, "dtype": str(DTYPE).split(".")[1], "random_seed": settings.seed + dp}
+            if DEVICE == "cuda":
+                gc.enable()
+                return sglang.Engine(model_path=folder, **arguments)
+            # An engine has a process for each TP rank and one more. SGLang starts them by "spawn", so that each imports torch
+            # and SGLang anew, because CUDA cannot be forked. On the CPU it can: then they have what this process has imported.
+            logging.getLogger("sglang").setLevel("ERROR")  # some models cannot be imported without a GPU
+            import sglang.srt.models.registry
+
+            gc.freeze()  # what is imported stays, and is shared as long as the collector does not touch it
             gc.enable()
-            return sglang.Engine(model_path=folder, **arguments)
-        # An engine has a process for each TP rank and one more. SGLang starts them by "spawn", so that each imports torch and
-        # SGLang anew, because CUDA cannot be forked. On the CPU it can: then they have what this process has imported.
-        logging.getLogger("sglang").setLevel("ERROR")  # some models cannot be imported without a GPU
-        import sglang.srt.models.registry
-
-        gc.freeze()  # what is imported stays, and is shared as long as the collector does not touch it
-        gc.enable()
-        multiprocessing.set_start_method("fork", force=True)
-        with patch.object(multiprocessing, "set_start_method"):  # SGLang's call does nothing
-            return sglang.Engine(model_path=folder, **arguments)
+            multiprocessing.set_start_method("fork", force=True)
+            with patch.object(multiprocessing, "set_start_method"):  # SGLang's call does nothing
+                return sglang.Engine(model_path=folder, **arguments)
     finally:
         remove_shared_memory()
-        os.environ.clear()  # SGLang sets NCCL_* for itself; in the trainer NCCL needs the same values on all ranks
-        os.environ |= before
 
 
 def remove_shared_memory() -> None:
@@ -221,7 +240,8 @@ def remove_shared_memory() -> None:
 
 def call(engine: Any, mesh: DeviceMesh, method: str, **arguments: Any) -> Any:
     """Call the engine on the first rank of the TP group; return its answer, or raise its refusal, on all of them."""
-    found = getattr(engine, method, None)  # begin_weight_update and end_weight_update came with 0.5.21
+    # begin_weight_update and end_weight_update came with 0.5.21.
+    found = getattr(engine, method, None) if mesh.get_local_rank("tp") == 0 else None
     answer = [found(**arguments) if found else None]
     dist.broadcast_object_list(answer, group=mesh.get_group("tp"), group_src=0)
     if isinstance(answer[0], tuple) and not answer[0][0]:  # (False, message): SGLang does not raise
@@ -234,11 +254,14 @@ def memory(engine: Any, mesh: DeviceMesh, action: str, *tags: str) -> None:
     if DEVICE == "cuda":
         torch.cuda.empty_cache()  # torch keeps memory that the trainer has freed; the engine needs it
         dist.barrier()
+        # After its last answer an engine still computes one more batch, and a release would end it. Until then it refuses to flush.
+        while action == "release" and not call(engine, mesh, "flush_cache").success:
+            time.sleep(0.01)
         call(engine, mesh, f"{action}_memory_occupation", tags=list(tags))
 
 
-def write_tiny(name: str, folder: str, seed: int) -> str:
-    """Write a random float32 checkpoint whose norms, biases and buffers are not 1 or 0, so that they matter."""
+def tiny_shape(name: str) -> dict[str, Any]:
+    """Return the fields of a tiny model's config. name: one of MODELS."""
     shape: dict[str, Any] = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 8, "max_position_embeddings": 2048, "initializer_range": 0.04}
     shape |= {"num_key_value_heads": 4 if name == "qwen2" else 8, "tie_word_embeddings": name == "qwen2"}
@@ -248,6 +271,11 @@ def write_tiny(name: str, folder: str, seed: int) -> str:
         shape |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # which SGLang looks for
         rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
         shape["rope_parameters"] = rope | {"mscale": 1.0, "mscale_all_dim": 1.0}  # SGLang's CPU mode has this one
+    return shape
+
+
+def write_model(folder: str, name: str, shape: dict[str, Any], seed: int) -> str:
+    """Write a random float32 checkpoint whose norms, biases and buffers are not 1 or 0, so that they matter."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **shape))
     for tensor in model.state_dict().values():
@@ -256,15 +284,15 @@ def write_tiny(name: str, folder: str, seed: int) -> str:
     return folder
 
 
-def build_actor(folder: str, learning_rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Load the actor, shard it by FSDP2 over all ranks, and make its AdamW, all in float32; collective."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+def build_actor(folder: str, **options: Any) -> nn.Module:
+    """Load the actor and shard it by FSDP2 over all ranks; collective. options: how transformers loads it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     # A layer is gathered in DTYPE. Inputs are not cast: what the model keeps in float32 between layers stays so.
     policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*model.base_model.layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    return model.to(DEVICE), torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    return model.to(DEVICE)
 
 
 def checkpoint_tensors(model: nn.Module) -> Iterator[dict[str, Tensor]]:
@@ -286,43 +314,52 @@ def checkpoint_tensors(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield {name: each.contiguous() for name, each in full.items()}
 
 
-def sync_weights(engine: Any, mesh: DeviceMesh, model: nn.Module) -> None:
-    """Load the actor's weights into every engine, one call for each item of checkpoint_tensors; collective."""
+def sync_weights(engine: Any, mesh: DeviceMesh, checkpoint: Iterable[dict[str, Tensor]]) -> None:
+    """Load these tensors into every engine, one call for each item of checkpoint_tensors; collective."""
     call(engine, mesh, "begin_weight_update")
-    for tensors in checkpoint_tensors(model):
-        # Only a handle travels (CUDA IPC). The engine's TP rank on this GPU opens this rank's copy, which must live until then.
-        own = {name: bytes(ForkingPickler.dumps(tensor)) for name, tensor in tensors.items()}
-        ranks: list[Any] = [None] * mesh.size(1)
-        dist.all_gather_object(ranks, own, group=mesh.get_group("tp"))
-        named = []
-        if engine:
-            from sglang.srt.weight_sync.utils import LocalSerializedTensor
-
-            named = [(name, LocalSerializedTensor(values=[each[name] for each in ranks])) for name in own]
-        call(engine, mesh, "update_weights_from_tensor", named_tensors=named, load_format=None, flush_cache=True)
+    for tensors in checkpoint:
+        send_tensors(engine, mesh, tensors)
     call(engine, mesh, "end_weight_update")
 
 
-def rollout(engine: Any, mesh: DeviceMesh, settings: Settings, step: int, vocab_size: int) -> dict[str, Tensor]:
-    """Sample responses to random prompts, score them, return this rank's share; collective. All are equally long.
+def send_tensors(engine: Any, mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
+    """Load full tensors into every engine by one call; collective."""
+    # Only a handle travels (CUDA IPC). The engine's TP rank on this GPU opens this rank's copy, which must live until then.
+    own = {name: bytes(ForkingPickler.dumps(tensor)) for name, tensor in tensors.items()}
+    ranks: list[Any] = [None] * mesh.size(1)
+    dist.all_gather_object(ranks, own, group=mesh.get_group("tp"))
+    named = []
+    if engine:
+        from sglang.srt.weight_sync.utils import LocalSerializedTensor
 
-    Every rank of a TP group gets all answers and keeps every tp-th, so that each trains on other responses.
-    """
+        named = [(name, LocalSerializedTensor(values=[each[name] for each in ranks])) for name in own]
+    call(engine, mesh, "update_weights_from_tensor", named_tensors=named, load_format=None, flush_cache=True)
+
+
+def rollout(engine: Any, mesh: DeviceMesh, settings: Settings, step: int, vocab_size: int) -> dict[str, Tensor]:
+    """Sample responses to random prompts; return all of them on each rank of the TP group; collective."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step * 1009 + mesh.get_local_rank("dp"))
     prompts = torch.randint(vocab_size, (settings.prompts, settings.prompt_tokens), generator=generator)
     prompts = prompts.repeat_interleave(settings.responses, dim=0)
-    sampling = {"max_new_tokens": settings.response_tokens, "temperature": settings.temperature, "ignore_eos": True}
+    sampling = SAMPLING | {"max_new_tokens": settings.response_tokens, "temperature": settings.temperature}
     answers = call(engine, mesh, "generate", input_ids=prompts.tolist(), sampling_params=sampling, return_logprob=True)
     sampled = [answer["meta_info"]["output_token_logprobs"] for answer in answers]  # of (log-prob, token, text)
     tokens = torch.tensor([[token for _, token, *_ in response] for response in sampled])
+    log_probs = torch.tensor([[log_prob for log_prob, *_ in response] for response in sampled])
+    # int64 [B, P + T] and float32 [B, T]; B is prompts * responses.
+    return {"ids": torch.cat([prompts, tokens], dim=1), "engine_log_probs": log_probs}
+
+
+def own_share(batch: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Return every tp-th row, so that each rank of a TP group trains on other responses to each prompt."""
+    return {name: each[mesh.get_local_rank("tp") :: mesh.size(1)].to(DEVICE) for name, each in batch.items()}
+
+
+def scored(batch: dict[str, Tensor], settings: Settings) -> dict[str, Tensor]:
+    """Add rewards and advantages, float32 [B], to a TP group's whole batch."""
+    tokens = batch["ids"][:, settings.prompt_tokens :]
     rewards = (tokens % 2 == 0).float().mean(-1)  # the share of even token ids: useless, but easy to learn
-    batch = {
-        "ids": torch.cat([prompts, tokens], dim=1),  # int64 [B, P + T]
-        "engine_log_probs": torch.tensor([[log_prob for log_prob, *_ in response] for response in sampled]),  # [B, T]
-        "rewards": rewards,  # float32 [B]
-        "advantages": grpo_advantages(rewards.view(-1, settings.responses)).flatten(),  # float32 [B]
-    }
-    return {name: each[mesh.get_local_rank("tp") :: settings.tp].to(DEVICE) for name, each in batch.items()}
+    return batch | {"rewards": rewards, "advantages": grpo_advantages(rewards.view(-1, settings.responses)).flatten()}
 
 
 def grpo_advantages(rewards: Tensor) -> Tensor:
@@ -354,9 +391,7 @@ def mean_over_ranks(values: Tensor) -> float:
 def log_prob_difference(model: nn.Module, batch: dict[str, Tensor], settings: Settings) -> float:
     """Return the mean |engine's log-prob - actor's| over the response tokens of all ranks, in nats; collective."""
     gap = batch["engine_log_probs"] - response_log_probs(model, batch["ids"], settings)
-    return mean_over_ranks(
-        gap.abs().nan_to_num(nan=torch.inf)
-    )  # comparisons with NaN are false: it would pass as no difference
+    return mean_over_ranks(gap.abs().nan_to_num(nan=torch.inf))  # comparisons with NaN are false: it would pass
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], settings: Settings) -> str:
@@ -376,9 +411,10 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
 def train(settings: Settings, mesh: DeviceMesh, engine: Any, folder: str) -> bool:
     """Run all steps; return whether every check passed; collective, with one answer for all ranks."""
     vocab_size = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size
-    batch = rollout(engine, mesh, settings, -1, vocab_size)
+    batch = own_share(rollout(engine, mesh, settings, -1, vocab_size), mesh)
     memory(engine, mesh, "release", "kv_cache", "weights")
-    model, optimizer = build_actor(folder, settings.learning_rate)
+    model = build_actor(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     # The control: the engine has dummy weights now, so the check must fail, or it could not tell anything later.
     stale = log_prob_difference(model, batch, settings)
     good = "good" if stale > TOLERANCE else f"but it does not: at most {TOLERANCE:g} counts as equal"
@@ -390,9 +426,9 @@ def train(settings: Settings, mesh: DeviceMesh, engine: Any, folder: str) -> boo
     while passed and steps < settings.steps:
         memory(engine, mesh, "resume", "weights")
         if steps != settings.skip_sync:
-            sync_weights(engine, mesh, model)
+            sync_weights(engine, mesh, checkpoint_tensors(model))
         memory(engine, mesh, "resume", "kv_cache")
-        batch = rollout(engine, mesh, settings, steps, vocab_size)
+        batch = own_share(scored(rollout(engine, mesh, settings, steps, vocab_size), settings), mesh)
         memory(engine, mesh, "release", "kv_cache", "weights")
         difference = log_prob_difference(model, batch, settings)
         passed, worst = difference <= TOLERANCE, max(worst, difference)

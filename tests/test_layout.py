@@ -46,7 +46,7 @@ TOOLS = {
     "doctor": {"environment_file", "preflight", "ranks"},
     "environment_file": set(),
     "environments": set(),
-    "export": {"bisection", "command_line", "diagnose", "environment_file"},
+    "export": {"bisection", "command_line", "diagnose", "environment_file", "environments"},
     "fault_spec": set(),
     "forked_ranks": {"command_line", "preflight"},
     "full_size": {"bisection", "command_line", "environments"},

@@ -199,7 +199,7 @@ def test_log_probs_are_those_of_the_harness() -> None:
 
 def written_and_sent(name: str, folder: Path) -> tuple[list[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]:
     """What a sync sends, call by call, and what the checkpoint holds."""
-    minimal.write_tiny(name, str(folder), 0)
+    minimal.write_model(str(folder), name, minimal.tiny_shape(name), 0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return list(minimal.checkpoint_tensors(model)), load_file(folder / "model.safetensors")
 
@@ -250,7 +250,7 @@ def test_a_sync_that_is_left_out_fails(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_checkpoint_folder_is_read(tmp_path: Path) -> None:
-    minimal.write_tiny("qwen2", str(tmp_path / "model"), 5)
+    minimal.write_model(str(tmp_path / "model"), "qwen2", minimal.tiny_shape("qwen2"), 5)
     job, (word, *_) = run_minimal(tmp_path, 1, "--model", str(tmp_path / "model"), "--tp", "1")
     assert (job.process.returncode, word) == (0, "PASSED")
 

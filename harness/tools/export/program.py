@@ -1,6 +1,6 @@
-"""A run as one file that needs only sglang and its dependencies, from the templates of this folder.
+"""A run as one file that needs only sglang and its dependencies: launch/minimal.py's functions, and the templates of this folder.
 
-`values_of` says what the file must do: settings, the fault to plant and the arms. `render` fills in a template.
+`values_of` says what the file must do: settings, the fault to plant and the arms. `render` fills in the template.
 """
 
 import ast
@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,10 +27,11 @@ from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.tracebacks import log_lines, tracebacks_in
 from harness.task.tiny_models import is_tiny, tiny_fields
 from harness.tools.diagnose.symptoms import packages_of
+from harness.tools.environments import REPOSITORY
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
 
-TORCHRUN, SERVER = "repro.py.jinja", "server.py.jinja"
-"""Templates: an engine inside torchrun's ranks, or a server and a trainer of one process."""
+MINIMAL = REPOSITORY / "launch" / "minimal.py"
+"""The program whose functions a file has."""
 WIDTH = 120
 LONGEST = 600
 """Characters of a message that are kept."""
@@ -107,11 +108,11 @@ def render(subject: Subject, evidence: Evidence | None = None, server: bool = Fa
     values = values_of(subject, server)
     header = "\n".join(_wrapped(_header(subject, evidence or Evidence(), values, server)))
     values["header"] = header.replace('"""', "'''").rstrip("\\")
-    return redact.text(templates().get_template(SERVER if server else TORCHRUN).render(values))
+    return redact.text(templates().get_template("repro.py.jinja").render(values))
 
 
 def templates(*folders: Path) -> jinja2.Environment:
-    """Return the templates of Python programs in these folders and this one, with the filter `literal`."""
+    """Return the templates of Python programs in these folders and this one. They have `literal` and `from_minimal`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
         trim_blocks=True,
@@ -121,7 +122,27 @@ def templates(*folders: Path) -> jinja2.Environment:
         autoescape=False,
     )
     environment.filters["literal"] = literal
+    environment.globals["from_minimal"] = from_minimal
     return environment
+
+
+def from_minimal(*names: str) -> str:
+    """Return the source of these functions and constants of launch/minimal.py, as it stands there, two lines apart."""
+    text = MINIMAL.read_text(encoding="utf-8")
+    lines, found = text.splitlines(), dict[str, str]()
+    for node in ast.parse(text).body:
+        first = node.lineno
+        if isinstance(node, ast.FunctionDef):
+            name = node.name
+            first = min([first, *(each.lineno for each in node.decorator_list)])
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        else:
+            continue
+        while lines[first - 2].startswith("#"):  # the comment above it
+            first -= 1
+        found.setdefault(name, "\n".join(lines[first - 1 : node.end_lineno]))
+    return "\n\n\n".join(found[name] for name in names)
 
 
 def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
@@ -153,8 +174,11 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
         timeouts.setdefault(fault.phase, config.run.timeout_seconds)
         enough[fault.phase] = max(config.run.timeout_seconds, type(config.run)().timeout_seconds)
     group = parallel.tp * parallel.pp
+    if fault and server:  # which is not started by torchrun
+        fault = replace(fault, statement=fault.statement.replace("os.getppid()", "os.getpid()"))
     choices = {"top_p": config.rollout.top_p, "top_k": config.rollout.top_k}
     return {
+        "server": server,
         "cuda": device == "cuda",
         "dtype": model.dtype,
         "master_dtype": model.master_dtype,
@@ -179,7 +203,7 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
         "steps": config.run.steps + 1,
         "seed": config.run.seed,
         "temperature": config.rollout.temperature,
-        "sampling": {name: value for name, value in choices.items() if value not in (1.0, -1)},
+        "sampling": {"ignore_eos": True, **{name: each for name, each in choices.items() if each not in (1.0, -1)}},
         "prompts": max(2, -(-config.rollout.prompts_per_step // parallel.dp)),
         "responses": -(-config.rollout.responses_per_prompt // group) * group,
         "prompt_tokens": min(config.task.max_prompt_tokens, MOST_PROMPT_TOKENS),

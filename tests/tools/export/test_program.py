@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -11,8 +12,10 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import minimal
 import pytest
 import torch
 import transformers
@@ -435,7 +438,6 @@ def program_of(
     folder: Path, *words: str, seen: RunEnd | None = None, config: str = "cpu/quickstart.toml", server: bool = False
 ) -> Any:
     """Return a repro as a module, as an engine's process imports it."""
-    # For a GPU: the stand-ins of the CPU mode would stay in this process.
     words = (str(REPOSITORY / "configs" / config), "--engine.device", "cuda", *words)
     subject = replace(subject_of(*words), seen=seen)
     file = folder / "repro.py"
@@ -445,6 +447,42 @@ def program_of(
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def sources(module: ModuleType) -> dict[str, str]:
+    """The source of each function that is defined in a module's file."""
+    own = [each for _, each in inspect.getmembers(module, inspect.isfunction) if each.__module__ == module.__name__]
+    return {each.__name__: inspect.getsource(each) for each in own}
+
+
+@pytest.mark.parametrize(
+    ("words", "server", "differ"),
+    [
+        (("--weights.transport", "tensor"), False, set()),
+        (("--engine.device", "cpu"), False, {"send_tensors"}),  # flattened buckets
+        ((), True, {"send_tensors", "memory", "build_actor"}),
+    ],
+)
+def test_what_a_program_has_of_minimal_is_the_same_source(
+    words: tuple[str, ...], server: bool, differ: set[str], tmp_path: Path
+) -> None:
+    program, one_source = sources(program_of(tmp_path, *words, server=server)), sources(minimal)
+    both = program.keys() & one_source.keys()
+    assert {name for name in both if program[name] != one_source[name]} == {"main", "start_engine", *differ}
+    step = {"call", "sync_weights", "checkpoint_tensors", "rollout", "own_share", "response_log_probs"}
+    assert both >= {*step, "log_prob_difference", "mean_over_ranks", "write_model", "build_actor"}
+
+
+def test_tensors_that_did_not_arrive_are_left_out_even_where_a_call_had_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = program_of(tmp_path, seen=LOST)
+    one = torch.ones(1)
+    calls = [{"model.norm.weight": one}, {"lm_head.weight": one, "model.layers.1.mlp.up_proj.weight": one}]
+    monkeypatch.setattr(program, "checkpoint_tensors", lambda model: iter(calls))
+    assert list(program.sent_tensors(None)) == [{"lm_head.weight": one}]
+    monkeypatch.setattr(program, "ARM", "control")
+    assert list(program.sent_tensors(None)) == calls
 
 
 def test_an_update_changes_every_element_of_every_tensor(tmp_path: Path) -> None:
