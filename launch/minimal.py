@@ -242,7 +242,8 @@ def call(engine: Any, mesh: DeviceMesh, method: str, **arguments: Any) -> Any:
     """Call the engine on the first rank of the TP group; return its answer, or raise its refusal, on all of them."""
     # begin_weight_update and end_weight_update came with 0.5.21.
     found = getattr(engine, method, None) if mesh.get_local_rank("tp") == 0 else None
-    answer = [found(**arguments) if found else None]
+    told = found(**arguments) if found else None
+    answer = [getattr(told, "success", told)]  # of an object of SGLang's only this: others need not import SGLang to read it
     dist.broadcast_object_list(answer, group=mesh.get_group("tp"), group_src=0)
     if isinstance(answer[0], tuple) and not answer[0][0]:  # (False, message): SGLang does not raise
         raise RuntimeError(f"{method}: the engine refused: {answer[0][1]}")
@@ -255,7 +256,7 @@ def memory(engine: Any, mesh: DeviceMesh, action: str, *tags: str) -> None:
         torch.cuda.empty_cache()  # torch keeps memory that the trainer has freed; the engine needs it
         dist.barrier()
         # After its last answer an engine still computes one more batch, and a release would end it. Until then it refuses to flush.
-        while action == "release" and not call(engine, mesh, "flush_cache").success:
+        while action == "release" and not call(engine, mesh, "flush_cache"):
             time.sleep(0.01)
         call(engine, mesh, f"{action}_memory_occupation", tags=list(tags))
 
