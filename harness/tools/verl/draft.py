@@ -107,6 +107,10 @@ class Draft:
         for source in sources:
             self.mapped.setdefault(full(source), []).append(key)
 
+    def sources(self, key: str) -> list[str]:
+        """Return the keys of verl that decide a key of the harness."""
+        return [source for source, keys in self.mapped.items() if key in keys]
+
     def ignore(self, reason: str, *keys: str) -> None:
         """Say why keys of verl decide nothing in this command. A * in a key matches any text."""
         self.reasons += [(full(key), "irrelevant", reason) for key in keys]

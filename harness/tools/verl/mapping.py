@@ -36,12 +36,11 @@ def translate_all(draft: Draft, environment: Mapping[str, str] = os.environ) -> 
     rollout(draft)
     algorithm(draft)
     kl(draft)
-    importance_sampling(draft)
-    batches(draft)
-    optimizer(draft)
+    importance_weights(draft)
+    updates(draft, "@.actor")
+    microbatches(draft)
     critic_as_actor(draft)
-    only(draft, "@.actor.loss_agg_mode", ("token-mean",), "the loss as another number than the mean over tokens")
-    clipping(draft)
+    losses(draft)
     memory(draft)
     length_of_run(draft)
     checkpoints(draft, environment)
@@ -75,6 +74,14 @@ def choose(draft: Draft, key: str, source: str, choices: Mapping[Any, str], othe
     if value not in choices:
         draft.lose(f"{value}, which is not available here; {otherwise} is used", source)
     draft.put(key, choices.get(value, otherwise), source)
+
+
+def only(draft: Draft, key: str, values: Collection[object], otherwise: str) -> None:
+    """Say that an override asks for what there is here, one of `values`, or for what is missing."""
+    if draft.given(key) and draft.get(key) not in values:
+        draft.lose(otherwise, key)
+    else:
+        draft.ignore("the only choice here", key)
 
 
 def parallel(draft: Draft) -> None:
@@ -331,17 +338,12 @@ def kl(draft: Draft) -> None:
     if placement != "reward":
         draft.ignore(off.format("reward"), "algorithm.kl_penalty", "algorithm.kl_ctrl.*")
     if placement == "loss":
-        only(
-            draft,
-            "@.actor.kl_loss_type",
-            KL_IN_LOSS,
-            "another estimator of the KL in the loss; here it is k3 (low_var_kl)",
-        )
+        other = "another estimator of the KL in the loss; here it is k3 (low_var_kl)"
+        only(draft, "@.actor.kl_loss_type", KL_IN_LOSS, other)
         draft.put("algorithm.kl_coefficient", draft.get("@.actor.kl_loss_coef"), "@.actor.kl_loss_coef")
     elif placement == "reward":
-        only(
-            draft, "algorithm.kl_penalty", KL_IN_REWARD, "another estimator of the KL in the reward; here it is k1 (kl)"
-        )
+        other = "another estimator of the KL in the reward; here it is k1 (kl)"
+        only(draft, "algorithm.kl_penalty", KL_IN_REWARD, other)
         draft.put("algorithm.kl_coefficient", draft.get("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_ctrl.kl_coef")
         adaptive = [f"algorithm.kl_ctrl.{name}" for name in ("type", "target_kl", "horizon")]
         if draft.get(adaptive[0]) == "adaptive":
@@ -350,110 +352,109 @@ def kl(draft: Draft) -> None:
             draft.ignore("the coefficient is fixed", *adaptive)
 
 
-def importance_sampling(draft: Draft) -> None:
-    """Refuse weights of the policy's loss: tis_imp_ratio_cap in 0.5, rollout_is since 0.6."""
-    keys = ("@.actor.tis_imp_ratio_cap", "algorithm.rollout_is", "algorithm.rollout_correction.rollout_is")
-    for key in keys:
-        value = draft.get(key)
-        if value and value not in (-1, "none"):
-            draft.lose("importance weights, for an engine whose probabilities differ from the trainer's", key)
-    draft.ignore("there are no importance weights", *keys, "algorithm.rollout_*_threshold*", f"{keys[2]}_threshold*")
+def importance_weights(draft: Draft) -> None:
+    """Ignore the bounds of importance weights where there are none; counterparts.toml reports the weights themselves."""
+    for key in ("algorithm.rollout_is", "algorithm.rollout_correction.rollout_is"):
+        if not draft.get(key):
+            draft.ignore(f"there are no importance weights: {key} is off", f"{key}_*")
 
 
-def only(draft: Draft, key: str, values: Collection[object], otherwise: str) -> None:
-    """Say that a key is as here, or that what it asks for is not here. A release without the key has nothing else."""
-    value = draft.get(key)
-    if value is None or value in values:
-        draft.ignore(f"{shown(value)} is what there is here", key)
-    else:
-        draft.lose(otherwise, key)
+def updates(draft: Draft, prefix: str) -> None:
+    """Set how [actor] is updated, from the keys of verl's actor, or from the critic's to compare (see critic_as_actor)."""
+    minibatches(draft, prefix)
+    optimizer(draft, prefix)
+    learning_rate_schedule(draft, prefix)
 
 
 def critic_as_actor(draft: Draft) -> None:
-    """Compare what verl sets for the critic and for the actor apart, and the harness for both."""
+    """Report settings that make verl update the critic otherwise than the actor: here [actor] counts for both.
+
+    Where only verl's own defaults differ, nothing is reported.
+    """
     if not has_critic(draft):
         return
-    optim = ("weight_decay", "betas", "clip_grad", "lr_warmup_steps", "lr_warmup_steps_ratio", "warmup_style")
-    same = [
-        *(
-            "ppo_epochs",
-            "ppo_mini_batch_size",
-            "ppo_micro_batch_size",
-            "ppo_micro_batch_size_per_gpu",
-            "use_dynamic_bsz",
-        ),
-        *("ppo_max_token_len_per_gpu", "loss_agg_mode", "grad_clip"),
-        *(f"optim.{name}" for name in (*optim, "lr_scheduler_type", "lr_decay_style")),
-    ]
-    pairs = [(f"critic.{name}", f"@.actor.{name}") for name in same]
-    pairs.append(("critic.model.enable_gradient_checkpointing", "@.model.enable_gradient_checkpointing"))
-    for critics, actors in pairs:
-        if draft.given(critics) and draft.get(critics) != draft.get(actors):
-            draft.lose(
-                f"a critic that is updated otherwise than the actor; here {full(actors)} counts for both", critics
-            )
-        else:
-            draft.ignore(f"{full(actors)} counts for both", critics)
-    draft.ignore("the critic's minibatch is the actor's", "critic.rollout_n")
+    critics = Draft(verl=draft.verl, reasons=draft.reasons, of_command=draft.of_command)
+    updates(critics, "critic")
+    for key, entry in critics.entries.items():
+        value, sources = draft.entries[key].value, critics.sources(key)
+        both = (*sources, *draft.sources(key))
+        if entry.value == value:
+            draft.ignore(f"{key} counts for actor and critic", *sources)
+        elif any(draft.given(source) and not draft.verl.is_default(full(source)) for source in both):
+            said = list(filter(draft.given, sources)) or both
+            own = f"verl's critic has {shown(entry.value)} as {key}"
+            draft.lose(f"{own}; here actor and critic have {shown(value)}", *said)
 
 
-def batches(draft: Draft) -> None:
-    """Set minibatches and microbatches. verl counts a minibatch in prompts."""
-    section, prefix = "actor", "@.actor"
+def minibatches(draft: Draft, prefix: str) -> None:
+    """Set minibatches and passes. verl counts a minibatch in prompts; the critic's in sequences before 0.4."""
     key, responses = f"{prefix}.ppo_mini_batch_size", draft.integer("@.rollout.n", least=1)
+    number = "@.rollout.n"
+    if prefix == "critic" and not draft.since("0.8"):  # 0.4 to 0.7 multiply by rollout_n, by default rollout.n
+        number = "critic.rollout_n"
+        responses = draft.integer(number, least=1) if draft.since("0.4") else 1
     note = f"x {responses} responses" if responses > 1 else ""
-    draft.put(f"{section}.minibatch_size", draft.integer(key, least=1) * responses, key, note=note)
-    dynamic, budget = f"{prefix}.use_dynamic_bsz", f"{prefix}.ppo_max_token_len_per_gpu"
-    per_rank, over_ranks = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{prefix}.ppo_micro_batch_size"
+    draft.put("actor.minibatch_size", draft.integer(key, least=1) * responses, key, number, note=note)
+    draft.put("actor.ppo_epochs", draft.get(f"{prefix}.ppo_epochs"), f"{prefix}.ppo_epochs")
+
+
+def microbatches(draft: Draft) -> None:
+    """Set the actor's microbatches, which are the critic's too."""
+    dynamic, budget = "@.actor.use_dynamic_bsz", "@.actor.ppo_max_token_len_per_gpu"
+    per_rank, over_ranks = "@.actor.ppo_micro_batch_size_per_gpu", "@.actor.ppo_micro_batch_size"
     if draft.get(dynamic):
-        tokens, note = token_budget(draft, prefix, draft.integer_or(16384, budget, least=1))
-        draft.put(f"{section}.tokens_per_microbatch", tokens, dynamic, budget, note=note)
+        tokens, note = token_budget(draft, draft.integer_or(16384, budget, least=1))
+        draft.put("actor.tokens_per_microbatch", tokens, dynamic, budget, note=note)
         draft.ignore(f"{full(dynamic)} is true", per_rank, over_ranks)
         return
-    draft.put(f"{section}.tokens_per_microbatch", 0, dynamic)
+    draft.put("actor.tokens_per_microbatch", 0, dynamic)
     draft.ignore(f"{full(dynamic)} is false", budget)
     ranks = draft.integer("trainer.nnodes") * draft.integer("trainer.n_gpus_per_node")
     if draft.get(over_ranks) is not None:
         size = max(1, draft.integer(over_ranks, least=1) // ranks)
-        draft.put(f"{section}.microbatch_size", size, over_ranks, note=f"over {ranks} GPUs")
+        draft.put("actor.microbatch_size", size, over_ranks, note=f"over {ranks} GPUs")
     elif draft.get(per_rank) is not None:
-        draft.put(f"{section}.microbatch_size", draft.integer(per_rank, least=1), per_rank)
+        draft.put("actor.microbatch_size", draft.integer(per_rank, least=1), per_rank)
     else:
-        draft.put(f"{section}.microbatch_size", 1, note=f"verl refuses to start without {full(per_rank)}")
+        draft.put("actor.microbatch_size", 1, note=f"verl refuses to start without {full(per_rank)}")
         draft.lose("verl refuses to start without it; 1 is used", per_rank)
 
 
-def token_budget(draft: Draft, prefix: str, budget: int) -> tuple[int, str]:
+def token_budget(draft: Draft, budget: int) -> tuple[int, str]:
     """Return the tokens of one rank's microbatch, and a note. In verl, ranks may share a sequence; here one rank takes it."""
     ulysses = "ulysses_sequence_parallel_size"
     names = (ulysses, f"fsdp_config.{ulysses}", "megatron.context_parallel_size", "veomni.ulysses_parallel_size")
-    ranks = max(draft.integer_or(1, f"{prefix}.{name}", least=1) for name in names)
+    ranks = max(draft.integer_or(1, f"@.actor.{name}", least=1) for name in names)
     longest = draft.integer("data.max_prompt_length") + draft.entries["rollout.max_response_tokens"].value
     if budget < longest <= budget * ranks:
         return longest, f"one sequence, which verl splits over {ranks} ranks"
     return budget, ""
 
 
-def optimizer(draft: Draft) -> None:
-    """Set AdamW, its schedule and gradient clipping."""
-    section, prefix = "actor", "@.actor"
-    optim, megatron = f"{prefix}.optim", draft.verl.trainer == "megatron"
-    draft.put(f"{section}.weight_decay", draft.get(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
-    draft.put(f"{section}.betas", betas(draft, f"{optim}.betas"), f"{optim}.betas")
+def optimizer(draft: Draft, prefix: str) -> None:
+    """Set AdamW and gradient clipping."""
+    optim = f"{prefix}.optim"
+    draft.put("actor.weight_decay", draft.get(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
+    draft.put("actor.betas", betas(draft, f"{optim}.betas"), f"{optim}.betas")
     clip, other_clip = f"{prefix}.grad_clip", f"{optim}.clip_grad"
-    if megatron or has_engine_workers(draft):
+    if draft.verl.trainer == "megatron" or has_engine_workers(draft):
         clip, other_clip = other_clip, clip
-    draft.put(f"{section}.max_grad_norm", draft.get(clip, 1.0), clip)
+    draft.put("actor.max_grad_norm", draft.get(clip, 1.0), clip)
     draft.ignore(f"verl reads {full(clip)}", other_clip)
+
+
+def learning_rate_schedule(draft: Draft, prefix: str) -> None:
+    """Set the schedule of the learning rate, and its warm-up."""
+    optim, megatron = f"{prefix}.optim", draft.verl.trainer == "megatron"
     styles = (f"{optim}.warmup_style", f"{optim}.lr_decay_style" if megatron else f"{optim}.lr_scheduler_type")
     style = next((str(draft.get(key)) for key in styles if draft.get(key)), "constant")
     if style not in SCHEDULES:
         draft.lose(f"the schedule {style}; constant is used", *styles)
-    schedule, is_warm = SCHEDULES.get(style, "constant"), warmup(draft, section, prefix)
+    schedule, is_warm = SCHEDULES.get(style, "constant"), warmup(draft, prefix)
     if schedule == "constant":
         schedule = "constant_with_warmup" if is_warm else schedule
         draft.ignore("a constant schedule has no decay", f"{optim}.min_lr*", f"{optim}.num_cycles")
-    draft.put(f"{section}.schedule", schedule, *styles)
+    draft.put("actor.schedule", schedule, *styles)
 
 
 def betas(draft: Draft, key: str) -> list[float]:
@@ -469,7 +470,7 @@ def has_engine_workers(draft: Draft) -> bool:
     return draft.since("0.8") or (draft.since("0.6") and draft.get("trainer.use_legacy_worker_impl") == "disable")
 
 
-def warmup(draft: Draft, section: str, prefix: str) -> bool:
+def warmup(draft: Draft, prefix: str) -> bool:
     """Set the warm-up, and return whether there is one.
 
     verl counts it in PPO steps, each of which has one learning rate; the harness counts optimizer steps.
@@ -483,18 +484,13 @@ def warmup(draft: Draft, section: str, prefix: str) -> bool:
     else:
         draft.ignore("not above 0: lr_warmup_steps_ratio counts", steps_key)
         total, source = "trainer.total_training_steps", ratio_key
-        if draft.get(total) is None:
-            if ratio:
-                draft.lose(f"a warm-up as a share of all steps; give {total} or lr_warmup_steps", ratio_key)
-            else:
-                draft.ignore("there is no warm-up", ratio_key)
-            return False
-        steps = product(ratio, draft.integer(total), f"{full(ratio_key)} x {total}")
+        if ratio and draft.get(total) is None:
+            draft.lose(f"a warm-up as a share of all steps; give {total} or lr_warmup_steps", ratio_key)
+        steps = product(ratio, draft.integer_or(0, total), f"{full(ratio_key)} x {total}")
     sequences = draft.integer("data.train_batch_size") * draft.integer("@.rollout.n")
-    minibatches = sequences // draft.entries[f"{section}.minibatch_size"].value
-    each = minibatches * draft.integer(f"{prefix}.ppo_epochs")
+    each = sequences // draft.entries["actor.minibatch_size"].value * draft.entries["actor.ppo_epochs"].value
     note = f"{steps} PPO steps x {each} optimizer steps" if steps else ""
-    draft.put(f"{section}.warmup_steps", steps * each, source, note=note)
+    draft.put("actor.warmup_steps", steps * each, source, note=note)
     return steps > 0
 
 
@@ -506,15 +502,21 @@ def product(ratio: float, total: int, name: str) -> int:
         raise ConfigError(f"{name} must be a number of steps, got {ratio} x {total}.") from None
 
 
-def clipping(draft: Draft) -> None:
-    """Set the clipping of the policy loss. clip_ratio counts only if the two others are null, as they are before 0.4."""
+def losses(draft: Draft) -> None:
+    """Set the clipping of the policy loss, and report other losses than those here.
+
+    clip_ratio counts only if clip_ratio_low and clip_ratio_high are null, as they are before 0.4.
+    """
     for name in ("low", "high"):
         key = f"@.actor.clip_ratio_{name}"
         source = key if draft.get(key) is not None else "@.actor.clip_ratio"
         draft.put(f"actor.clip_{name}", draft.get(source), source)
     if full("@.actor.clip_ratio") not in draft.mapped:
         draft.ignore("verl reads clip_ratio_low and clip_ratio_high, which have defaults", "@.actor.clip_ratio")
-    only(draft, "@.actor.clip_ratio_c", (DUAL_CLIP,), f"another bound of the dual clip than {DUAL_CLIP:g}")
+    only(draft, "@.actor.clip_ratio_c", (DUAL_CLIP,), f"another bound of the dual clip; here it is {DUAL_CLIP:g}")
+    other = "another mean of the loss; here it is over all tokens of a minibatch (token-mean)"
+    for key in ("@.actor.loss_agg_mode", "critic.loss_agg_mode"):
+        only(draft, key, ("token-mean",), other)
 
 
 def memory(draft: Draft) -> None:

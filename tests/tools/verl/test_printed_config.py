@@ -76,6 +76,7 @@ def test_verls_own_output_of_a_command() -> None:
     ("key", "value", "fate"),
     [
         ("actor_rollout_ref.model.lora_rank", 32, "unsupported"),
+        ("critic.optim.weight_decay", 0.1, "unsupported"),
         ("distillation.enabled", True, "unsupported"),
         ("actor_rollout_ref.actor.qat.enable", True, "unsupported"),
         ("algorithm.new_in_1_0", 0.5, "unknown"),

@@ -32,13 +32,11 @@ SEVEN: dict[str, dict[str, Any]] = {
         "rollout.max_response_tokens": 1,
         "actor.minibatch_size": 64,
         "actor.microbatch_size": 16,
-        "critic.microbatch_size": 4,
         "model.packed": True,
         "engine.args.mem_fraction_static": 0.4,
         "algorithm.kl_placement": "reward",
         "algorithm.kl_coefficient": 0.001,
         "actor.entropy_coefficient": 0.001,
-        "actor.dual_clip": 0.0,
         "task.long_prompts": "error",
         "validation.every": 10,
         "validation.before_train": False,
@@ -59,7 +57,6 @@ SEVEN: dict[str, dict[str, Any]] = {
         "rollout.prompts_per_step": 2048,
         "actor.minibatch_size": 512,
         "actor.tokens_per_microbatch": 24000,
-        "critic.tokens_per_microbatch": 98304,
         "task.source": ("/h/data/gsm8k/train.parquet", "/h/data/math/train.parquet"),
         "trackers.names": ("wandb",),
         "trackers.project": "verl_example_gsm8k",
@@ -74,7 +71,6 @@ SEVEN: dict[str, dict[str, Any]] = {
         "actor.microbatch_size": 4,
         "algorithm.kl_placement": "none",
         "actor.entropy_coefficient": 0.0,
-        "actor.dual_clip": 3.0,
         "memory.resume": "staged",
         "engine.args.max_running_requests": 1024,
     },
@@ -98,7 +94,6 @@ SEVEN: dict[str, dict[str, Any]] = {
         "parallel": (1, 16),
         "model.name": "meta-llama/Llama-3.1-8B-Instruct",
         "actor.microbatch_size": 16,
-        "critic.microbatch_size": 1,
         "engine.args.mem_fraction_static": 0.8,
     },
 }
@@ -162,22 +157,24 @@ def test_tiny_keeps_the_parallel_sizes_and_can_run(path: Path) -> None:
 def test_tiny_learns_within_its_three_steps() -> None:
     words = (
         "trainer.critic_warmup=20",
-        "critic.optim.lr_warmup_steps=50",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=50",
         "actor_rollout_ref.model.path=Qwen/Qwen2-7B",
     )
     config = translate((*NEEDED, *words), tiny="auto", environment=ENVIRONMENT).config
-    assert (config.algorithm.critic_warmup, config.critic.warmup_steps, config.run.steps) == (1, 2, 3)
+    assert (config.algorithm.critic_warmup, config.actor.warmup_steps, config.run.steps) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_what_is_not_named_has_the_releases_default(release: str) -> None:
-    config = of("data.train_batch_size=256", release=release).config
+    found = of("data.train_batch_size=256", release=release)
+    assert found.is_whole and of(*GRPO, release=release).is_whole
+    config = found.config
     old = release in ("0.2", "0.3")
     assert config.rollout.prompts_per_step == 256 and config.rollout.max_response_tokens == 512
     assert (config.algorithm.lam, config.actor.learning_rate, config.critic.learning_rate) == (1.0, 1e-6, 1e-5)
-    assert config.actor.weight_decay == config.critic.weight_decay == 0.01
+    assert config.actor.weight_decay == 0.01
     assert config.algorithm.kl_placement == ("reward" if old else "none")
-    assert (config.actor.entropy_coefficient, config.actor.dual_clip) == ((0.001, 0.0) if old else (0.0, 3.0))
+    assert config.actor.entropy_coefficient == (0.001 if old else 0.0)
     assert config.task.long_prompts == ("filter" if release == "0.2" else "error")
     assert config.memory.resume == ("all" if RELEASES.index(release) < RELEASES.index("0.6") else "staged")
     assert config.parallel.tp == 2 and config.parallel.dp == 4
@@ -188,7 +185,7 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
     (" ".join(GRPO), {"algorithm.advantage": "grpo", "rollout.responses_per_prompt": 5, "actor.minibatch_size": 1280}),
     (
         " ".join(GRPO),
-        {"algorithm.kl_placement": "loss", "algorithm.kl_estimator": "k3", "algorithm.kl_coefficient": 0.001},
+        {"algorithm.kl_placement": "loss", "algorithm.kl_coefficient": 0.001},
     ),
     (
         "algorithm.adv_estimator=rloo_vectorized actor_rollout_ref.rollout.n=4",
@@ -198,20 +195,15 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
     ("algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.normalize_by_std": False}),
     (
         "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.2",
-        {"algorithm.kl_placement": "reward", "algorithm.kl_estimator": "k1", "algorithm.kl_coefficient": 0.2},
+        {"algorithm.kl_placement": "reward", "algorithm.kl_coefficient": 0.2},
     ),
     (
         "actor_rollout_ref.actor.clip_ratio_low=0.1 actor_rollout_ref.actor.clip_ratio_high=0.28",
         {"actor.clip_high": 0.28},
     ),
-    ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", {"critic.loss_aggregation": "seq-mean-token-sum"}),
     (
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=10 data.train_batch_size=1024",
-        {"actor.schedule": "constant_with_warmup", "actor.warmup_steps": 40, "critic.schedule": "constant"},
-    ),
-    (
-        "critic.optim.lr_warmup_steps_ratio=0.05 critic.optim.lr_scheduler_type=cosine",
-        {"critic.schedule": "cosine", "critic.warmup_ratio": 0.05, "actor.warmup_ratio": 0.0},
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10 critic.optim.lr_warmup_steps=10 data.train_batch_size=1024",
+        {"actor.schedule": "constant_with_warmup", "actor.warmup_steps": 40},
     ),
     (
         "trainer.critic_warmup=7 trainer.total_training_steps=20",
@@ -219,9 +211,9 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("trainer.critic_warmup=1", {"algorithm.critic_warmup": 0}),
     (
-        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=25"
-        " data.train_batch_size=1024",
-        {"actor.warmup_steps": 8, "actor.warmup_ratio": 0.0, "actor.schedule": "constant_with_warmup"},
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 critic.optim.lr_warmup_steps_ratio=0.1"
+        " trainer.total_training_steps=25 data.train_batch_size=1024",
+        {"actor.warmup_steps": 8, "actor.schedule": "constant_with_warmup"},
     ),
     ("trainer.test_freq=5", {"validation.every": 5, "validation.before_train": True, "validation.rows": 0}),
     ("data.val_files=/v.parquet", {"validation.source": ("/v.parquet",), "validation.every": 0}),
@@ -232,7 +224,7 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=600 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-        {"actor.tokens_per_microbatch": 1024, "critic.tokens_per_microbatch": 32768},
+        {"actor.tokens_per_microbatch": 1024},
     ),
     ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=600", {"actor.tokens_per_microbatch": 600}),
     (
@@ -263,10 +255,6 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
     ("actor_rollout_ref.rollout.dtype=half", {"model.dtype": "float16"}),
     ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", {"model.master_dtype": "bfloat16"}),
     ("custom_reward_function.path=~/r.py custom_reward_function.name=score", {"task.reward": "/h/r.py:score"}),
-    (
-        "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=3",
-        {"algorithm.importance_cap": 3.0},
-    ),
     (
         "trainer.save_freq=20 trainer.max_actor_ckpt_to_keep=2",
         {"checkpoint.every": 20, "checkpoint.keep": 2, "checkpoint.resume": "latest"},
@@ -366,7 +354,22 @@ SAID: list[tuple[str, str, str]] = [
     ("data.truncation=left", "unsupported", "cut"),
     ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "irrelevant", "memory"),
     ("reward_model.reward_manager=dapo", "irrelevant", "no penalty"),
-    ("critic.ppo_micro_batch_size_per_gpu=2", "irrelevant", "use_dynamic_bsz is true"),
+    ("critic.ppo_micro_batch_size_per_gpu=2", "irrelevant", "memory and time"),
+    ("critic.optim.weight_decay=0.1", "unsupported", "0.1 as actor.weight_decay; here actor and critic have 0.01"),
+    ("actor_rollout_ref.actor.optim.weight_decay=0.1", "unsupported", "critic has 0.01"),
+    ("critic.ppo_mini_batch_size=128", "unsupported", "here actor and critic have 256"),
+    ("critic.rollout_n=2", "irrelevant", "the algorithm"),
+    ("critic.ppo_epochs=1", "irrelevant", "for actor and critic"),
+    ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "unsupported", "give trainer.total_training_steps"),
+    ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "irrelevant", "only choice"),
+    ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "unsupported", "token-mean"),
+    ("critic.loss_agg_mode=seq-mean-token-sum", "unsupported", "token-mean"),
+    ("actor_rollout_ref.actor.clip_ratio_c=3", "irrelevant", "only choice"),
+    ("actor_rollout_ref.actor.clip_ratio_c=10.0", "unsupported", "here it is 3"),
+    ("+actor_rollout_ref.actor.tis_imp_ratio_cap=-1", "irrelevant", "changes nothing"),
+    ("+actor_rollout_ref.actor.tis_imp_ratio_cap=2", "unsupported", "importance weights"),
+    ("algorithm.rollout_correction.rollout_is=token", "unsupported", "importance weights"),
+    ("algorithm.rollout_correction.rollout_is_threshold=3", "irrelevant", "rollout_is is off"),
 ]
 
 
@@ -410,7 +413,7 @@ def test_verls_engine_clips_gradients_by_its_own_key(release: str, words: str, n
         for key in ("grad_clip=0.5", "optim.clip_grad=2.0")
     ]
     found = of(*both, *words.split(), release=release)
-    assert (found.config.actor.max_grad_norm, found.config.critic.max_grad_norm) == (norm, norm)
+    assert found.config.actor.max_grad_norm == norm
     unread = "grad_clip=0.5" if norm == 2.0 else "clip_grad=2.0"
     fates = {each.override: each.fate for each in found.verdicts if "clip" in each.override}
     assert {fate for override, fate in fates.items() if override.endswith(unread)} <= {"irrelevant", "unsupported"}
@@ -418,8 +421,9 @@ def test_verls_engine_clips_gradients_by_its_own_key(release: str, words: str, n
 
 def test_the_critics_own_number_of_responses_counts_in_0_4_to_0_7() -> None:
     words = ("actor_rollout_ref.rollout.n=5", "critic.rollout_n=2")
-    sizes = [of(*words, release=release).config.critic.minibatch_size for release in ("0.4", "0.7", "0.8")]
-    assert sizes == [512, 512, 1280]
+    found = [of(*words, release=release).of("unsupported") for release in ("0.4", "0.7", "0.8")]
+    said = [[each.override for each in verdicts] for verdicts in found]
+    assert said == [["critic.rollout_n=2"], ["critic.rollout_n=2"], []] and "has 512 as" in found[0][0].text
 
 
 def test_false_is_zero_where_verl_compares_it() -> None:
@@ -454,7 +458,8 @@ def test_a_critic_is_not_said_to_be_mapped_where_there_is_none() -> None:
 
 
 def test_a_floor_counts_where_the_learning_rate_decays() -> None:
-    found = of("critic.optim.min_lr_ratio=0.1", "critic.optim.lr_scheduler_type=cosine")
+    cosine = [f"{prefix}.optim.lr_scheduler_type=cosine" for prefix in ("actor_rollout_ref.actor", "critic")]
+    found = of("critic.optim.min_lr_ratio=0.1", *cosine)
     assert [each.override for each in found.of("unsupported")] == ["critic.optim.min_lr_ratio=0.1"]
 
 
@@ -464,11 +469,19 @@ def test_a_penalty_for_long_responses_is_said() -> None:
     assert is_whole(*words[:1], words[1].replace("True", "False"))
 
 
-def test_weights_bounded_on_both_sides_are_said() -> None:
-    words = [f"algorithm.rollout_correction.rollout_is{each}" for each in ("=token", "_threshold=0.5_4.0")]
-    assert {(each.override, each.text.split(";")[0]) for each in of(*words).of("unsupported")} == {
-        (word, "importance weights with two bounds") for word in words
-    }
+@pytest.mark.parametrize(
+    ("word", "placed"),
+    [
+        ("algorithm.kl_penalty=kl", "algorithm.use_kl_in_reward=True"),
+        ("algorithm.kl_penalty=mse", "algorithm.use_kl_in_reward=True"),
+        ("actor_rollout_ref.actor.kl_loss_type=k3", "actor_rollout_ref.actor.use_kl_loss=True"),
+        ("actor_rollout_ref.actor.kl_loss_type=k3+", "actor_rollout_ref.actor.use_kl_loss=True"),
+    ],
+)
+def test_another_estimator_of_the_kl_is_said(word: str, placed: str) -> None:
+    is_here = word.endswith(("=kl", "=k3"))
+    assert [each.override for each in of(word, placed).of("unsupported")] == ([] if is_here else [word])
+    assert is_whole(word)  # no KL, no estimator
 
 
 def test_a_kl_coefficient_that_adapts_is_said() -> None:
@@ -482,13 +495,11 @@ def test_steps_without_any_update_are_said() -> None:
     assert is_whole(*GRPO, "trainer.critic_warmup=1")
 
 
-@pytest.mark.parametrize(
-    ("release", "ratio", "schedule"), [("0.7", 0.0, "constant"), ("0.8", 0.1, "constant_with_warmup")]
-)
-def test_no_warmup_steps_leave_the_ratio_since_0_8(release: str, ratio: float, schedule: str) -> None:
+@pytest.mark.parametrize(("release", "steps"), [("0.7", 0), ("0.8", 8)])
+def test_no_warmup_steps_leave_the_ratio_since_0_8(release: str, steps: int) -> None:
     words = [f"actor_rollout_ref.actor.optim.{each}" for each in ("lr_warmup_steps=0", "lr_warmup_steps_ratio=0.1")]
-    actor = of(*words, release=release).config.actor
-    assert (actor.warmup_ratio, actor.warmup_steps, actor.schedule) == (ratio, 0, schedule)
+    config = of(*words, "trainer.total_training_steps=20", "data.train_batch_size=1024", release=release).config
+    assert config.actor.warmup_steps == steps
 
 
 def test_the_validation_after_the_last_step_of_0_2() -> None:
@@ -585,10 +596,11 @@ def test_no_value_of_an_integer_key_ends_in_a_traceback(monkeypatch: pytest.Monk
                     launch_lines(found, "run.toml", 0)
 
 
-@pytest.mark.parametrize(("release", "size"), [("0.3", 256), ("0.4", 1280)])
-def test_the_critics_minibatch_counts_prompts_since_0_4(release: str, size: int) -> None:
-    config = of("actor_rollout_ref.rollout.n=5", release=release).config
-    assert (config.actor.minibatch_size, config.critic.minibatch_size) == (1280, size)
+def test_the_critics_minibatch_counts_prompts_since_0_4() -> None:
+    word = "actor_rollout_ref.rollout.n=5"
+    [verdict] = of(word, release="0.3").of("unsupported")
+    assert verdict.override == word and "critic has 256 as actor.minibatch_size" in verdict.text
+    assert of(word, release="0.4").is_whole
 
 
 def test_megatron_is_one_sentence_and_its_tables_follow() -> None:
