@@ -243,7 +243,9 @@ def call(engine: Any, mesh: DeviceMesh, method: str, **arguments: Any) -> Any:
     # begin_weight_update and end_weight_update came with 0.5.21.
     found = getattr(engine, method, None) if mesh.get_local_rank("tp") == 0 else None
     told = found(**arguments) if found else None
-    answer = [getattr(told, "success", told)]  # of an object of SGLang's only this: others need not import SGLang to read it
+    answer = [
+        getattr(told, "success", told)
+    ]  # of an object of SGLang's only this: others need not import SGLang to read it
     dist.broadcast_object_list(answer, group=mesh.get_group("tp"), group_src=0)
     if isinstance(answer[0], tuple) and not answer[0][0]:  # (False, message): SGLang does not raise
         raise RuntimeError(f"{method}: the engine refused: {answer[0][1]}")
