@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from harness.cluster import world
+from harness.cluster.placement import RankLocation
 from harness.cluster.world import Launch, WorldError, check_devices, choose_device
 from harness.tools.repro.local_ranks import free_port
 from tests.cluster.gloo import on_ranks
@@ -46,6 +47,22 @@ def test_launch_hosts_names_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     real = world.host_identity()
     monkeypatch.setenv("HARNESS_HOST", "host1")
     assert world.host_identity() == "/".join(["host1", *real.split("/")[1:]])
+
+
+def test_only_variables_that_change_behaviour_are_compared_between_ranks() -> None:
+    environment = {"NCCL_DEBUG": "INFO", "HOME": "/home/me", "SGLANG_IS_IN_CI": "1", "MY_CUDA_THING": "x"}
+    assert world.behaviour(environment) == {"NCCL_DEBUG": "INFO", "SGLANG_IS_IN_CI": "1"}
+
+
+@pytest.mark.parametrize(("device", "gpu"), [("cpu", None), ("cuda:1", 3)])
+def test_the_gpu_of_an_engine_rank_is_as_far_from_its_trainers_as_the_location_says(
+    device: str, gpu: int | None
+) -> None:
+    locations = tuple(
+        RankLocation(rank=rank, host="a", local_rank=rank, visible=None, engine_offset=2) for rank in range(2)
+    )
+    ranks = {"rank": 1, "world_size": 2, "local_rank": 1, "host": "a", "locations": locations}
+    assert world.World(device=torch.device(device), **ranks).engine_gpu == gpu
 
 
 def test_the_cpu_is_chosen_where_it_is_wanted() -> None:

@@ -19,6 +19,7 @@ from transformers import (
     OPTConfig,
     Qwen2Config,
 )
+from transformers.utils import is_flash_attn_2_available
 
 from harness.trainer.model import build_on_meta, choose_attention, decoder_layers, fill_random, random_rows
 from harness.weights.converter import CheckpointConverter
@@ -159,6 +160,12 @@ def test_an_attention_that_computes_another_model_is_refused() -> None:
         choose_attention(Gemma2Config(), "sdpa")
     with pytest.raises(ValueError, match="clip is not a causal language model in transformers"):
         choose_attention(CLIPConfig(), "auto")
+
+
+@pytest.mark.skipif(is_flash_attn_2_available(), reason="needs a machine without flash-attn")
+def test_an_attention_whose_package_is_missing_is_refused() -> None:
+    with pytest.raises(ValueError, match='"flash_attention_2" needs the package flash-attn'):
+        choose_attention(GPT2Config(), "flash_attention_2")
 
 
 @pytest.mark.parametrize(
