@@ -56,8 +56,8 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
     meshes = build_meshes(run.dims, run.world.device.type)
     prepare_process(run, record)
     build_models = partial(build_trainer, run, meshes.fsdp, inputs, record)
-    # On a CPU the models are built while the engine's processes start. On a GPU they wait for it: SGLang sizes its KV cache by
-    # the memory that is free, and must release it before there is room for the trainer.
+    # On a CPU the models are built while the engine's processes start. On a GPU they wait for it: SGLang sizes its KV
+    # cache by the memory that is free, and must release it before there is room for the trainer.
     at_once = run.world.device.type == "cpu" and run.engine_class is None
     background = _on_a_thread(build_models) if at_once else None
     rollouts = build_rollouts(run, meshes.engines, inputs, record)
@@ -116,7 +116,9 @@ def prepare_process(run: RunContext, record: RunRecord) -> None:
 
 
 def build_rollouts(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord) -> Rollouts:
-    """Start the engine; return it with the prompts that it is asked. mesh: over dp, tp and pp. A collective call of all ranks."""
+    """Start the engine; return it with the prompts that it is asked. mesh: over dp, tp and pp. A collective call of all
+    ranks.
+    """
     with record.timed("engine"):
         engine = start_engine(run, mesh, inputs.engine_folder)
     run.observer.built("engine", engine)
@@ -144,9 +146,9 @@ def announce_learners(run: RunContext, learning: Learning) -> None:
 def _on_a_thread(build_models: Callable[[], T]) -> Future[T]:
     """Build the trainer's models on a thread.
 
-    DTensor uses fake tensors. In torch 2.11 built for CUDA, the first thread that does so on a machine without a GPU must outlive
-    all others that do: their device guard is a thread-local variable of the first one. So this one uses them first. Otherwise the
-    next operation on a DTensor after the new thread's end is a SIGSEGV.
+    DTensor uses fake tensors. In torch 2.11 built for CUDA, the first thread that does so on a machine without a GPU
+    must outlive all others that do: their device guard is a thread-local variable of the first one. So this one uses
+    them first. Otherwise the next operation on a DTensor after the new thread's end is a SIGSEGV.
     """
     with FakeTensorMode():
         pass
@@ -154,7 +156,9 @@ def _on_a_thread(build_models: Callable[[], T]) -> Future[T]:
 
 
 def import_sglang(run: RunContext) -> None:
-    """Import SGLang on a rank that builds an engine, which takes seconds. No other thread may import anything meanwhile."""
+    """Import SGLang on a rank that builds an engine, which takes seconds. No other thread may import anything
+    meanwhile.
+    """
     with run.events.phase("import_sglang", waiting_for="SGLang's import"), collecting_nothing():
         if builds_engine(run):
             sglang_api.import_engine()
@@ -179,7 +183,9 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollo
 
 
 def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> RolloutEngine:
-    """Return this rank's engine, serving. A collective call of the engine's ranks. Raise EngineFailed if it does not start."""
+    """Return this rank's engine, serving. A collective call of the engine's ranks. Raise EngineFailed if it does not
+    start.
+    """
     config, world, events, parallel = run.config, run.world, run.events, run.config.parallel
     arguments = {
         "device": world.device_type,
@@ -187,8 +193,8 @@ def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollou
         # Engines of one run must not sample alike.
         "random_seed": seed_of(config.run.seed, place=world.rank // (parallel.tp * parallel.pp)),
         "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
-        # Prompts leave and responses arrive as token ids, so that no tokenizer or detokenizer of SGLang can differ or fail. Only
-        # to find stop strings does SGLang need its tokenizer.
+        # Prompts leave and responses arrive as token ids, so that no tokenizer or detokenizer of SGLang can differ or
+        # fail. Only to find stop strings does SGLang need its tokenizer.
         "skip_tokenizer_init": not config.rollout.stop,
     }
     if config.rollout.routing != "off":
@@ -229,7 +235,9 @@ def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollou
 
 
 def find_early_copies(run: RunContext, engine: RolloutEngine) -> None:
-    """Note the copies of its first weights that the engine made while it captured CUDA graphs, before anything else is loaded."""
+    """Note the copies of its first weights that the engine made while it captured CUDA graphs, before anything else is
+    loaded.
+    """
     if run.config.weights.verify != "off" and engine.can_ask:
         with run.events.phase("verify_copies"):
             engine.ask(find_copies)
@@ -254,7 +262,9 @@ def start_memory_stages(run: RunContext, engine: RolloutEngine) -> MemoryStages:
 
 
 def build_trainer(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord) -> Learning:
-    """Return the actor, the critic if advantages are GAE's, the reference if the KL counts. A collective call of all ranks."""
+    """Return the actor, the critic if advantages are GAE's, the reference if the KL counts. A collective call of all
+    ranks.
+    """
     config, device = run.config, run.world.device
     precision = config.model.precision
     compute, master = getattr(torch, precision.computed), getattr(torch, precision.stored)

@@ -7,8 +7,8 @@ A checkpoint is a folder that transformers loads as a model, with the trainer's 
              config.toml       the config of the run that saved it
              state.json        the step, how far the schedules are, the number of ranks, checksums
 
-Nothing in it is a pickle, so loading it runs no code. Everything else that a step depends on is a function of run.seed and
-the step: its prompts, minibatches, dropout and the engine's sampling.
+Nothing in it is a pickle, so loading it runs no code. Everything else that a step depends on is a function of run.seed
+and the step: its prompts, minibatches, dropout and the engine's sampling.
 """
 
 import dataclasses
@@ -121,7 +121,8 @@ class Checkpoints:
         return [self.actor, self.critic] if self.critic else [self.actor]
 
     def save(self, step: int) -> None:
-        """Save what step number `step` starts from, in the folder step-<step>; then delete the oldest beyond checkpoint.keep.
+        """Save what step number `step` starts from, in the folder step-<step>; then delete the oldest beyond
+        checkpoint.keep.
 
         All ranks write into step-<step>.partial, which is renamed when all of it is on the disk: a save that was
         interrupted is never taken for a checkpoint.

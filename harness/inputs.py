@@ -53,7 +53,8 @@ class Inputs:
 
 
 def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
-    """Read the task's rows, the model's folder and the tokenizer. Return the run with its resolved config, and the inputs.
+    """Read the task's rows, the model's folder and the tokenizer. Return the run with its resolved config, and the
+    inputs.
 
     A collective call. Raise ConfigError for what is missing or wrong, UnsupportedEnvironment for what cannot run here.
     """
@@ -94,7 +95,8 @@ def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
 
 
 def resolved(run: RunContext, prompts: int, model_folder: Path) -> RunContext:
-    """Return the run with its config as it will run, which rank 0 writes and observers see; say what it became, and why.
+    """Return the run with its config as it will run, which rank 0 writes and observers see; say what it became, and
+    why.
 
     prompts: how many there are. Raise ConfigError or UnsupportedEnvironment for what cannot work.
     """
@@ -133,7 +135,9 @@ def open_saved_rollouts(run: RunContext, first: int) -> SavedRollouts | None:
 
 
 def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
-    """Return the folder that trainer and engine load: the configured one, or that of a tiny model, made once on each host."""
+    """Return the folder that trainer and engine load: the configured one, or that of a tiny model, made once on each
+    host.
+    """
     model, world = run.config.model, run.world
     if not is_tiny(model.name):
         return Path(model.name)
@@ -147,7 +151,9 @@ def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
 
 
 def make_engine_folder(run: RunContext, model_folder: Path) -> Path:
-    """Return the folder that the engine loads: the model's own, or its quantized copy, made once on each host. Collective."""
+    """Return the folder that the engine loads: the model's own, or its quantized copy, made once on each host.
+    Collective.
+    """
     config, world = run.config, run.world
     quantizer = quantizer_of(config.model.precision)
     if quantizer is None or config.rollout.load:
@@ -168,7 +174,9 @@ def make_engine_folder(run: RunContext, model_folder: Path) -> Path:
 
 
 def check_vocabulary(prompts: Iterable[Prompt], model_folder: Path) -> None:
-    """Raise ValueError for a token that the model has no embedding for: on a GPU it would end the engine in an assertion."""
+    """Raise ValueError for a token that the model has no embedding for: on a GPU it would end the engine in an
+    assertion.
+    """
     size = AutoConfig.from_pretrained(str(model_folder), trust_remote_code=False).get_text_config().vocab_size
     for prompt in prompts:
         if (token := max(prompt.input_ids, default=0)) >= size:
@@ -181,8 +189,8 @@ def check_vocabulary(prompts: Iterable[Prompt], model_folder: Path) -> None:
 def trainer_attention(config: Config, model_folder: Path, device: str, say: Callable[[str], None]) -> Attention:
     """Return the trainer's attention, by transformers' name; say why, if it is not sdpa.
 
-    Raise ValueError if the model does not have the attention that was asked for, UnsupportedEnvironment if SGLang's CPU mode
-    does not compute the model's attention.
+    Raise ValueError if the model does not have the attention that was asked for, UnsupportedEnvironment if SGLang's CPU
+    mode does not compute the model's attention.
     """
     attention, why = choose_attention(
         AutoConfig.from_pretrained(str(model_folder), trust_remote_code=False),
@@ -199,7 +207,9 @@ def trainer_attention(config: Config, model_folder: Path, device: str, say: Call
 
 
 def load_tokenizer(model_folder: Path) -> Any:
-    """Return the tokenizer in the model's folder. Raise ConfigError if there is no such model, or if it is code of the model."""
+    """Return the tokenizer in the model's folder. Raise ConfigError if there is no such model, or if it is code of the
+    model.
+    """
     try:
         return AutoTokenizer.from_pretrained(str(model_folder), trust_remote_code=False)
     except (OSError, ValueError) as error:

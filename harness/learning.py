@@ -63,7 +63,9 @@ class Learning:
         return OldLogProbs(log_probs=log_probs, entropy=entropy, own=own, differing=differing)
 
     def compare(self, batch: Batch, old: OldLogProbs) -> tuple[LogProbDifference, Metrics]:
-        """Return how far the engine's log-probs of the responses are from the actor's, and the metrics of the responses."""
+        """Return how far the engine's log-probs of the responses are from the actor's, and the metrics of the
+        responses.
+        """
         with self.events.phase("verify_log_probs"):
             difference = log_prob_difference(batch.require("rollout_log_probs"), old.log_probs, batch.response_mask)
         routing: Metrics = {}
@@ -104,7 +106,9 @@ class Learning:
         return metrics
 
     def update(self, learner: Learner, index: int, batch: Batch, generator: torch.Generator) -> Metrics:
-        """Take the step's optimizer steps on the actor or the critic; return their metrics, and how many tensors they moved."""
+        """Take the step's optimizer steps on the actor or the critic; return their metrics, and how many tensors they
+        moved.
+        """
         role, movement = learner.role, self.movements[learner.role]
         with self.events.phase(f"update_{role}", f"the {role}'s optimizer steps"), learner.learning():
             movement.begin()

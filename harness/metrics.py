@@ -59,7 +59,9 @@ def accept_length(batch: Batch) -> Metrics:
 
 
 def validation_metrics(prompts: Sequence[Prompt], responses: Sequence[Response], scores: Sequence[float]) -> Metrics:
-    """Return the mean reward on the validation set, overall and for each data source. The arguments are this rank's share."""
+    """Return the mean reward on the validation set, overall and for each data source. The arguments are this rank's
+    share.
+    """
     rows = [
         (prompt.row.data_source, score, len(response.token_ids), response.truncated)
         for prompt, response, score in zip(prompts, responses, scores, strict=True)
@@ -78,9 +80,10 @@ def validation_metrics(prompts: Sequence[Prompt], responses: Sequence[Response],
 def routing_metrics(batch: Batch, differing_layers: torch.Tensor, layers: int) -> Metrics:
     """Return how often the engine and the trainer sent the tokens that responses were computed from to other experts.
 
-    differing_layers: [B, T], of Routers.differing_layers. layers: how many have experts. token_share: of the response tokens,
-    those with at least one such layer. layer_share: of all their (token, layer) pairs. Experts are compared as sets. compared_share:
-    of the response tokens, those for which the engine said what it chose; the other shares are of these.
+    differing_layers: [B, T], of Routers.differing_layers. layers: how many have experts. token_share: of the response
+    tokens, those with at least one such layer. layer_share: of all their (token, layer) pairs. Experts are compared as
+    sets. compared_share: of the response tokens, those for which the engine said what it chose; the other shares are of
+    these.
     """
     mask = batch.response_mask.bool()
     known = mask & (differing_layers >= 0)
@@ -94,9 +97,11 @@ def routing_metrics(batch: Batch, differing_layers: torch.Tensor, layers: int) -
 
 
 def replay_metrics(batch: Batch, before: torch.Tensor, after: torch.Tensor) -> Metrics:
-    """Return what the engine's experts change in the trainer's log-probs [B, T], as means of absolute differences in nats.
+    """Return what the engine's experts change in the trainer's log-probs [B, T], as means of absolute differences in
+    nats.
 
-    before, after: with the trainer's own experts, and with the engine's. log_prob_difference_mean is the engine's to `after`.
+    before, after: with the trainer's own experts, and with the engine's. log_prob_difference_mean is the engine's to
+    `after`.
     """
     engines = batch.require("rollout_log_probs")
     return {

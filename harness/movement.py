@@ -1,4 +1,6 @@
-"""What the updates of a model moved, and why nothing if nothing moved: a step that leaves the weights as they were shows little."""
+"""What the updates of a model moved, and why nothing if nothing moved: a step that leaves the weights as they were
+shows little.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,9 @@ from harness.weights.verification.fingerprint import as_computed, tensor_sums
 
 @dataclass(kw_only=True, slots=True)
 class Movement:
-    """The tensors of one model that each step moved, in the dtype in which the model computes and its weights are sent."""
+    """The tensors of one model that each step moved, in the dtype in which the model computes and its weights are
+    sent.
+    """
 
     role: str
     """actor or critic."""
@@ -31,7 +35,9 @@ class Movement:
         self._sums = self._sums or self._fingerprints()
 
     def finish(self, index: int, metrics: Metrics) -> Metrics:
-        """Compare with the weights before the step's updates; return how many tensors moved. metrics: of the updates."""
+        """Compare with the weights before the step's updates; return how many tensors moved. metrics: of the
+        updates.
+        """
         before, self._sums = self._sums, self._fingerprints()
         self.moved[index] = sum(before[name] != now for name, now in self._sums.items())
         if why := why_nothing_learned(self.role, self.config, self.moved[index], metrics):

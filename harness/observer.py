@@ -24,10 +24,11 @@ class Observer:
     """Base class of all observers. Every method does nothing here; override the ones you need.
 
     A run calls its observers in the order in which they were given and waits for each call to return, so an observer
-    may delay the rank or end it. The calls come in this order: launched, phase_begins and phase_ends or phase_fails, met,
-    resolved, built, measured, and at the end: passed, then finished, for a run that passed; finished alone for a user's mistake or a run
-    that SIGTERM has stopped; failed alone for any other failure, which ends the process at once. A rank that is killed makes
-    no more calls. An exception in launched, phase_begins, met, resolved, built or passed ends the run.
+    may delay the rank or end it. The calls come in this order: launched, phase_begins and phase_ends or phase_fails,
+    met, resolved, built, measured, and at the end: passed, then finished, for a run that passed; finished alone for a
+    user's mistake or a run that SIGTERM has stopped; failed alone for any other failure, which ends the process at
+    once. A rank that is killed makes no more calls. An exception in launched, phase_begins, met, resolved, built or
+    passed ends the run.
     """
 
     def launched(self, config: Config, launch: Launch) -> None:
@@ -40,7 +41,9 @@ class Observer:
         """
 
     def resolved(self, run: RunContext) -> None:
-        """React to the config as it runs: "auto" is filled in, run.epochs has become run.steps. A collective call of all ranks."""
+        """React to the config as it runs: "auto" is filled in, run.epochs has become run.steps. A collective call of
+        all ranks.
+        """
 
     def phase_begins(self, phase: str, step: int | None) -> None:
         """React to the start of a phase, before its work."""
@@ -55,7 +58,9 @@ class Observer:
         """React to a new part of the run: "engine", "sync", "actor" or "critic"."""
 
     def measured(self, row: Mapping[str, Any]) -> None:
-        """React to a row of metrics.jsonl: a step, a validation or the final check. Only rank 0's row has its own seconds."""
+        """React to a row of metrics.jsonl: a step, a validation or the final check. Only rank 0's row has its own
+        seconds.
+        """
 
     def passed(self) -> None:
         """React to a job that passed, before its verdict is printed. A collective call of all ranks."""

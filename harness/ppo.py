@@ -4,8 +4,8 @@ rollout     sync the weights -> generate responses and score them -> validate ->
             -> the actor's log-probs of the responses, compared with the engine's
 learn       reference log-probs -> values -> advantages -> update the critic -> update the actor
 
-harness/rollouts.py is the engine's half of it, harness/learning.py the trainer's; harness/weights checks that the weights
-arrived. harness/half_runs.py has the runs of one half alone.
+harness/rollouts.py is the engine's half of it, harness/learning.py the trainer's; harness/weights checks that the
+weights arrived. harness/half_runs.py has the runs of one half alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,7 +85,9 @@ class Ppo:
         return self.rollouts.batch_of(self.rollouts.engine_prompts(index))
 
     def old_log_probs(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the batch with the actor's log-probs of the responses. Check them against those that the engine reported."""
+        """Return the batch with the actor's log-probs of the responses. Check them against those that the engine
+        reported.
+        """
         actor, verification = self.learning.actor, self.verification
         with actor.on_device():
             with (
@@ -113,7 +115,8 @@ class Ppo:
         return Scored(batches=batches, trained=trained, actor=self.learning.actor)
 
     def take_baseline(self) -> None:
-        """Before the first step: measure how far engine and trainer are apart on the same weights, the model's own checkpoint.
+        """Before the first step: measure how far engine and trainer are apart on the same weights, the model's own
+        checkpoint.
 
         Raise NoBaseline if they are further apart than rounding explains.
         """

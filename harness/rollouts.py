@@ -1,4 +1,6 @@
-"""The engine's half of a PPO step: prompts in, scored responses out. And validation, which asks the same of other prompts."""
+"""The engine's half of a PPO step: prompts in, scored responses out. And validation, which asks the same of other
+prompts.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,9 @@ from harness.trainer.routing import scatter_routing
 
 @dataclass(kw_only=True, slots=True)
 class Rollouts:
-    """The engine of a rank, and what it is asked. Methods are collective calls of all ranks, but for the two on prompts."""
+    """The engine of a rank, and what it is asked. Methods are collective calls of all ranks, but for the two on
+    prompts.
+    """
 
     config: Config
     world: World
@@ -54,7 +58,9 @@ class Rollouts:
         return batch
 
     def batch_of(self, prompts: Sequence[Prompt], weight_version: str | None = None) -> Batch:
-        """Return the engine's scored responses, rollout.responses_per_prompt to each of these prompts: this rank's share."""
+        """Return the engine's scored responses, rollout.responses_per_prompt to each of these prompts: this rank's
+        share.
+        """
         config = self.config.rollout
         repeated = [prompt for prompt in prompts for _ in range(config.responses_per_prompt)]
         own, responses, scores = self.responses(repeated, config.sampling, self.routed_shape)

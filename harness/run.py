@@ -5,8 +5,8 @@
 
     raise SystemExit(run(Config()))
 
-started with `torchrun --nnodes=1 --nproc-per-node=2`, runs PPO on a tiny model. launch/ppo.py adds the command line, the
-watchdog, reports and trackers.
+started with `torchrun --nnodes=1 --nproc-per-node=2`, runs PPO on a tiny model. launch/ppo.py adds the command line,
+the watchdog, reports and trackers.
 
 This file imports neither transformers nor SGLang at the top. On a CPU both need stand-ins for packages that exist for
 GPUs only, and run() must put these on the path first; so train.py, which imports both, is a file of its own.
@@ -140,8 +140,9 @@ def _prepare_environment(config: Config, device: torch.device) -> Sequence[str]:
     """
     if device.type == "cpu":
         return activate()
-    # The engine sets these NCCL variables on the rank that builds it. NCCL reads them when it makes a communicator, and two
-    # ranks with different settings fail in their first collective, so every rank sets them before any communicator exists.
+    # The engine sets these NCCL variables on the rank that builds it. NCCL reads them when it makes a communicator, and
+    # two ranks with different settings fail in their first collective, so every rank sets them before any communicator
+    # exists.
     from harness.rollout import sglang_api
     from harness.rollout.early_start import variables_of_precision
 

@@ -7,7 +7,8 @@ LARGEST = 2**31
 def seed_of(run: int, step: int = 0, place: int | None = None) -> int:
     """Return the seed for what is drawn in a step of the run with run.seed = `run`.
 
-    place: the engine or rank, where each must draw other numbers; None for what all draw alike, such as the minibatches.
+    place: the engine or rank, where each must draw other numbers; None for what all draw alike, such as the
+    minibatches.
     """
     shared = run * 1_000_003 + step
     return (shared if place is None else shared * 1009 + place) % LARGEST

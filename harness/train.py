@@ -1,4 +1,6 @@
-"""The main job of a run: loop over its steps, save checkpoints, return the verdict. harness/build.py builds the parts."""
+"""The main job of a run: loop over its steps, save checkpoints, return the verdict. harness/build.py builds the
+parts.
+"""
 
 import os
 import time
@@ -26,7 +28,8 @@ from harness.weights.transports import check_shared
 
 
 def train(run: RunContext) -> str:
-    """Build the parts, run the steps and the check after the last update; return the verdict. A collective call of all ranks.
+    """Build the parts, run the steps and the check after the last update; return the verdict. A collective call of all
+    ranks.
 
     Raise Stopped after SIGTERM, when a checkpoint is saved. After a failure the engine's processes are still alive, and
     run.py ends them.
@@ -65,7 +68,9 @@ def train(run: RunContext) -> str:
 
 
 def train_half(run: RunContext, inputs: Inputs, record: RunRecord) -> str:
-    """Run the steps of the engine alone, or of the trainer alone; return the verdict. A collective call of all ranks."""
+    """Run the steps of the engine alone, or of the trainer alone; return the verdict. A collective call of all
+    ranks.
+    """
     steps = range(run.config.run.steps)
     if run.config.rollout.only:
         engine = build_engine_alone(run, inputs, record)
@@ -148,13 +153,17 @@ def open_checkpoints(run: RunContext, ppo: Ppo, inputs: Inputs) -> tuple[Checkpo
 
 
 def phase_tokens(config: Config, metrics: Metrics) -> Metrics:
-    """Return how many tokens phases of a step compute over all ranks: responses in generate, whole sequences elsewhere."""
+    """Return how many tokens phases of a step compute over all ranks: responses in generate, whole sequences
+    elsewhere.
+    """
     tokens = metrics["tokens"]
     updates = dict.fromkeys(("update_critic", "update_actor"), tokens * config.actor.ppo_epochs)
     return {"generate": metrics["response_tokens"], **updates, "step": tokens}
 
 
 def gather_phases(events: EventLog, step: int) -> dict[str, list[dict[str, float]]]:
-    """Take the finished phases of one step out of the log: for each, seconds and memory of all ranks. A collective call."""
+    """Take the finished phases of one step out of the log: for each, seconds and memory of all ranks. A collective
+    call.
+    """
     everyone = all_gather(events.step_phases.pop(step, {}))
     return {phase: [each[phase] for each in everyone if phase in each] for phase in everyone[0]}

@@ -7,12 +7,12 @@
     python3 launch/bisect_versions.py --resume [FOLDER]           continue a bisect that was stopped
     python3 launch/bisect_versions.py --resume FOLDER --then-git ~/sglang    go on from the release to the commit
 
-The exit code of the command decides, as in git bisect: 0 good, 125 skip, 128 and more stop, any other and any signal bad. A
-script gets the candidate's Python; launch/ppo.py and launch/sync.py are started by torchrun with the ranks of their config.
-A commit that is found is confirmed: the bad end must pass with that commit reverted, and fail again without the revert.
-Exit codes: 0 found; 1 several candidates are left that could not be classified, or the answer is only probable; 2 the command
-line is wrong, or an end is not what it was said to be; 3 several causes; 4 paused (network, disk, a script that asked to stop),
-130 interrupted: --resume continues.
+The exit code of the command decides, as in git bisect: 0 good, 125 skip, 128 and more stop, any other and any signal
+bad. A script gets the candidate's Python; launch/ppo.py and launch/sync.py are started by torchrun with the ranks of
+their config. A commit that is found is confirmed: the bad end must pass with that commit reverted, and fail again
+without the revert. Exit codes: 0 found; 1 several candidates are left that could not be classified, or the answer is
+only probable; 2 the command line is wrong, or an end is not what it was said to be; 3 several causes; 4 paused
+(network, disk, a script that asked to stop), 130 interrupted: --resume continues.
 """
 
 import sys

@@ -7,8 +7,9 @@
 
 Prints the failure's name with a confidence, the lines that show it, how the log ends, its cause and a fix; or "unknown"
 with the first line that looks like a failure and what to look at next; or the last lines, if no failure was recognized.
-Prefixes of Ray, torchrun, SGLang, vLLM, srun and Kubernetes, and colours, do not matter. Logs are in UTF-8; gzipped ones, cut ones too, are read.
-Exit codes: 0 a known failure, 1 an unknown one, 2 the command line is wrong or a file is no log, 3 no failure recognized.
+Prefixes of Ray, torchrun, SGLang, vLLM, srun and Kubernetes, and colours, do not matter. Logs are in UTF-8; gzipped
+ones, cut ones too, are read. Exit codes: 0 a known failure, 1 an unknown one, 2 the command line is wrong or a file is
+no log, 3 no failure recognized.
 """
 
 import io
@@ -30,7 +31,9 @@ EXIT_CODES = {"diagnosed": 0, "unknown": 1, "no failure": 3}
 
 @dataclass(kw_only=True)
 class Options:
-    """LOG is a file (also .gz and .jsonl), a run directory, or - for standard input. Give several in the order of ranks."""
+    """LOG is a file (also .gz and .jsonl), a run directory, or - for standard input. Give several in the order of
+    ranks.
+    """
 
     json: bool = False
     """Print the diagnosis as JSON."""

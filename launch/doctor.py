@@ -2,10 +2,11 @@
 
     torchrun --nnodes=2 --nproc-per-node=8 ... launch/doctor.py [CONFIG.toml ...] [--section.key VALUE ...]
 
-Start it exactly as you will start the run. The config gives the mesh, so that groups, engines and ports are those of the run;
-without a config, all ranks form one engine. Prints a table of the hosts, then OK or a numbered list: what is wrong, on which
-rank and host, and what to do. Does not start an engine or import SGLang. Exit codes: 0 OK, perhaps with warnings; 1 there are
-faults; 2 the command line or the config is wrong; 125 it cannot run here (torchrun itself exits with 1 for all but 0).
+Start it exactly as you will start the run. The config gives the mesh, so that groups, engines and ports are those of
+the run; without a config, all ranks form one engine. Prints a table of the hosts, then OK or a numbered list: what is
+wrong, on which rank and host, and what to do. Does not start an engine or import SGLang. Exit codes: 0 OK, perhaps with
+warnings; 1 there are faults; 2 the command line or the config is wrong; 125 it cannot run here (torchrun itself exits
+with 1 for all but 0).
 """
 
 import os

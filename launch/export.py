@@ -5,14 +5,13 @@
     python launch/export.py runs/20261121-054327 --server > repro.py
     python launch/export.py configs/cpu/quickstart.toml --run.steps 2 > repro.py
 
-The top of the file says how to run it, what was expected and what was found, which command was run, what the bisect answered
-and what `python -m sglang.check_env` prints. The program has the run's model, mesh, engine arguments and weight sync, and fails
-as the run did, with the same exit code. What failed in code that is not in the file is done on purpose ("THE FAULT");
---arm control leaves that out and must pass.
---server: the file starts SGLang's server by its command line and speaks HTTP to it, instead of using sglang.Engine.
---bisect FOLDER: of a finished bisect; not needed for a run that a bisect made.
-TOML files, --section.key VALUE, --nnodes and --nproc-per-node are as for launch/ppo.py --dry-run.
-Exit codes: 0 written, 2 the command line or config is wrong.
+The top of the file says how to run it, what was expected and what was found, which command was run, what the bisect
+answered and what `python -m sglang.check_env` prints. The program has the run's model, mesh, engine arguments and
+weight sync, and fails as the run did, with the same exit code. What failed in code that is not in the file is done on
+purpose ("THE FAULT"); --arm control leaves that out and must pass. --server: the file starts SGLang's server by its
+command line and speaks HTTP to it, instead of using sglang.Engine. --bisect FOLDER: of a finished bisect; not needed
+for a run that a bisect made. TOML files, --section.key VALUE, --nnodes and --nproc-per-node are as for launch/ppo.py
+--dry-run. Exit codes: 0 written, 2 the command line or config is wrong.
 """
 
 import sys

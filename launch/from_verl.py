@@ -42,7 +42,8 @@ class FromVerlOptions:
     release: Release = "auto"
     """Release of verl whose keys and defaults count; auto: the newest that has the keys."""
     tiny: Literal["", "auto", "qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight"] = ""
-    """Use a tiny model (--tiny alone: of the architecture that the path names), the arithmetic task, small batches and three steps; all parallel sizes stay."""
+    """Use a tiny model (--tiny alone: of the architecture that the path names), the arithmetic task, small batches and
+    three steps; all parallel sizes stay."""
     hosts: int = 0
     """Also print the command that runs it on this many emulated hosts."""
 

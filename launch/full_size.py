@@ -7,12 +7,12 @@
     python3 launch/full_size.py deepseek_v3_bf16 --tp 16 --nnodes 32
     python3 launch/full_size.py configs/multinode/deepseek_v3_671b.toml --network-gb-per-second 400
 
-MODEL is a folder with a config.json, or the name of a folder of configs/models. SGLang's class is built for each rank of one
-engine on the meta device, which has no memory, under process groups that send nothing. It gets every name of the checkpoint
-that transformers' class would save, through its own load_weights. Exit codes: 0 every name arrives whole and fills every
-parameter; 1 something does not, and the first names are printed, or SGLang cannot build the model in this way; with --against
-1 if what arrives differs; 2 the command line, or the model's config.json, is wrong; 125 this release of SGLang, or
-transformers, cannot answer, or not without a GPU.
+MODEL is a folder with a config.json, or the name of a folder of configs/models. SGLang's class is built for each rank
+of one engine on the meta device, which has no memory, under process groups that send nothing. It gets every name of the
+checkpoint that transformers' class would save, through its own load_weights. Exit codes: 0 every name arrives whole and
+fills every parameter; 1 something does not, and the first names are printed, or SGLang cannot build the model in this
+way; with --against 1 if what arrives differs; 2 the command line, or the model's config.json, is wrong; 125 this
+release of SGLang, or transformers, cannot answer, or not without a GPU.
 """
 
 import sys

@@ -4,11 +4,11 @@
     CUDA_VISIBLE_DEVICES=0,1 python launch/hosts.py --network ipv6 -- launch/ppo.py CONFIG.toml --parallel.tp 2
     python launch/hosts.py --hosts 2 --cut host1@sync:1 -- launch/ppo.py CONFIG.toml
 
-As root, each host has its own network, hostname, boot id, processes, /proc and /dev/shm (Linux namespaces), and the hosts
-reach each other and nothing else. Without root, the hosts are groups of processes that talk over loopback. The hosts share
-the GPUs of CUDA_VISIBLE_DEVICES evenly. Everything ends with this process. Exit codes: 0 every rank passed; otherwise the
-exit code of the rank that failed first, if torchrun reported it, or 1; 2 the command line is wrong, or a fault never
-happened; 125 this machine cannot do it; 128 + N: signal N ended it.
+As root, each host has its own network, hostname, boot id, processes, /proc and /dev/shm (Linux namespaces), and the
+hosts reach each other and nothing else. Without root, the hosts are groups of processes that talk over loopback. The
+hosts share the GPUs of CUDA_VISIBLE_DEVICES evenly. Everything ends with this process. Exit codes: 0 every rank passed;
+otherwise the exit code of the rank that failed first, if torchrun reported it, or 1; 2 the command line is wrong, or a
+fault never happened; 125 this machine cannot do it; 128 + N: signal N ended it.
 """
 
 import sys

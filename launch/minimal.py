@@ -81,7 +81,8 @@ def say(text: str) -> None:
         print(f"[{time.monotonic() - STARTED:5.1f} s] {text}", flush=True)
 
 
-# Before the imports below, which take seconds: --help needs none of them, and the user sees at once that something happens.
+# Before the imports below, which take seconds: --help needs none of them, and the user sees at once that something
+# happens.
 SETTINGS = parse(sys.argv[1:]) if __name__ == "__main__" else Settings()
 if __name__ == "__main__":
     if "RANK" not in os.environ:
@@ -101,18 +102,21 @@ from torch.distributed.tensor import DTensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of the engine, and of the actor's forward pass
-# How far apart engine and actor may be: the mean |difference| of log-probs, in nats. Two programs never round alike; healthy
-# runs had up to 0.02 in bfloat16 and 1e-6 in float32.
+# How far apart engine and actor may be: the mean |difference| of log-probs, in nats. Two programs never round alike;
+# healthy runs had up to 0.02 in bfloat16 and 1e-6 in float32.
 TOLERANCE = 0.05 if DEVICE == "cuda" else 1e-5
 # SGLang's CPU mode needs stand-ins for sgl_kernel and torchvision, which PyPI has for CUDA only, and a plugin for MLA.
 STAND_INS = os.environ.get("SGLANG_CPU_STAND_INS", Path(__file__).parents[1] / "harness/runtime/standins")
 
-# For sglang.Engine; arguments that a release does not have are left out. With dummy weights, a tensor that a sync misses
-# shows. Without a tokenizer, prompts and responses are token ids on both sides, so no text can be tokenized differently.
+# For sglang.Engine; arguments that a release does not have are left out. With dummy weights, a tensor that a sync
+# misses shows. Without a tokenizer, prompts and responses are token ids on both sides, so no text can be tokenized
+# differently.
 ENGINE_ARGUMENTS: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "sampling_backend": "pytorch"}
-# For an architecture that SGLang does not know it would import the Python files of the model's folder that auto_map names.
+# For an architecture that SGLang does not know it would import the Python files of the model's folder that auto_map
+# names.
 ENGINE_ARGUMENTS["json_model_override_args"] = '{"auto_map": {}}'
-# Capturing CUDA graphs (under a name that depends on the release) and compiling a fusion would take minutes, for three steps.
+# Capturing CUDA graphs (under a name that depends on the release) and compiling a fusion would take minutes, for three
+# steps.
 GRAPHS = ("disable_cuda_graph", "disable_piecewise_cuda_graph", "disable_prefill_cuda_graph")
 ENGINE_ARGUMENTS |= dict.fromkeys((*GRAPHS, "enforce_disable_flashinfer_allreduce_fusion"), True)
 ON_GPU = {"device": "cuda", "attention_backend": "triton", "enable_memory_saver": True, "mem_fraction_static": 0.4}
@@ -127,7 +131,8 @@ CPU_MODE = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "no-nccl-on-cpu
 def clean_environment(inherited: dict[str, str]) -> dict[str, str]:
     """Return an environment for the engine, without torchrun's variables.
 
-    With them SGLang's processes would take themselves for ranks of this job, and wait for each other in torchrun's store.
+    With them SGLang's processes would take themselves for ranks of this job, and wait for each other in torchrun's
+    store.
     """
     prefixes, suffixes = ("TORCHELASTIC_", "MASTER_", "ROLE_", "OMP_NUM_"), ("RANK", "WORLD_SIZE")
     return {key: value for key, value in inherited.items() if not (key.startswith(prefixes) or key.endswith(suffixes))}
@@ -156,7 +161,8 @@ def engine_placement(store: dist.Store, rank: int, world: int, tp: int) -> dict[
     if DEVICE == "cuda":
         store.set(f"visible to {rank}", json.dumps(os.environ.get("CUDA_VISIBLE_DEVICES")))
         visible = [json.loads(store.get(f"visible to {each}")) for each in range(world)]
-        # SGLang refuses to start on GPUs with unequal free memory. The trainer may well hold more of one than of another.
+        # SGLang refuses to start on GPUs with unequal free memory. The trainer may well hold more of one than of
+        # another.
         return {"CUDA_VISIBLE_DEVICES": engine_gpus(visible, ranks), "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
     return {"SGLANG_CPU_OMP_THREADS_BIND": engine_cores(ranks), "OMP_NUM_THREADS": "1"}
 
@@ -187,12 +193,14 @@ def free_ports(count: int) -> list[int]:
 def prepare(settings: Settings, store: dist.Store, rank: int, world: int, new: str) -> tuple[str, list[int]]:
     """Write the model on the first rank; return its folder, and two ports for each engine; collective."""
     if rank == 0:
-        # Ranks of one host can share a folder, and only the first one writes: transformers lets no other rank save a model.
+        # Ranks of one host can share a folder, and only the first one writes: transformers lets no other rank save a
+        # model.
         folder = settings.model
         if not os.path.isdir(folder):
             folder = write_model(new, settings.model, tiny_shape(settings.model), settings.seed)
-        # One rank draws the ports of all engines. SGLang draws random ports, and a trainer seeds those generators alike.
-        # All ranks need one authkey: on the CPU an engine fetches tensors from every rank's process, which asks for its key.
+        # One rank draws the ports of all engines. SGLang draws random ports, and a trainer seeds those generators
+        # alike. All ranks need one authkey: on the CPU an engine fetches tensors from every rank's process, which asks
+        # for its key.
         authkey = bytes(multiprocessing.current_process().authkey).hex()
         store.set("prepared", json.dumps([folder, free_ports(2 * world // settings.tp), authkey]))
     folder, ports, authkey = json.loads(store.get("prepared"))
@@ -214,8 +222,9 @@ def start_engine(settings: Settings, placement: dict[str, str], ports: list[int]
             if DEVICE == "cuda":
                 gc.enable()
                 return sglang.Engine(model_path=folder, **arguments)
-            # An engine has a process for each TP rank and one more. SGLang starts them by "spawn", so that each imports torch
-            # and SGLang anew, because CUDA cannot be forked. On the CPU it can: then they have what this process has imported.
+            # An engine has a process for each TP rank and one more. SGLang starts them by "spawn", so that each imports
+            # torch and SGLang anew, because CUDA cannot be forked. On the CPU it can: then they have what this process
+            # has imported.
             logging.getLogger("sglang").setLevel("ERROR")  # some models cannot be imported without a GPU
             import sglang.srt.models.registry
 
@@ -257,7 +266,8 @@ def memory(engine: Any, mesh: DeviceMesh, action: str, *tags: str) -> None:
     if DEVICE == "cuda":
         torch.cuda.empty_cache()  # torch keeps memory that the trainer has freed; the engine needs it
         dist.barrier()
-        # After its last answer an engine still computes one more batch, and a release would end it. Until then it refuses to flush.
+        # After its last answer an engine still computes one more batch, and a release would end it. Until then it
+        # refuses to flush.
         while action == "release" and not call(engine, mesh, "flush_cache"):
             time.sleep(0.01)
         call(engine, mesh, f"{action}_memory_occupation", tags=list(tags))
@@ -300,17 +310,17 @@ def build_actor(folder: str, **options: Any) -> nn.Module:
 
 def checkpoint_tensors(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Yield full tensors by name, a decoder layer at a time, and what is outside of the layers; collective."""
-    # SGLang's loaders know the names and shapes that save_pretrained writes (tied tensors once, buffers too, experts one by
-    # one) and ignore all others. A layer must not be split over two calls: SGLang fuses some tensors as they arrive, such as
-    # q_a_proj with kv_a_proj_with_mqa, and forgets the first half when the call ends.
+    # SGLang's loaders know the names and shapes that save_pretrained writes (tied tensors once, buffers too, experts
+    # one by one) and ignore all others. A layer must not be split over two calls: SGLang fuses some tensors as they
+    # arrive, such as q_a_proj with kv_a_proj_with_mqa, and forgets the first half when the call ends.
     loading = sys.modules.get("transformers.core_model_loading")  # transformers 5 fuses experts in memory; undone below
     saved, layers = model.state_dict(), dict[str, dict[str, Tensor]]()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in saved:
             layers.setdefault(".".join(name.split(".")[:3]), {})[name] = tensor
     for layer in layers.values():
-        # Cast shards before gathering them, which moves half the bytes. Buffers keep their dtype: the correction bias of a
-        # router is float32, and in bfloat16 it would choose other experts.
+        # Cast shards before gathering them, which moves half the bytes. Buffers keep their dtype: the correction bias
+        # of a router is float32, and in bfloat16 it would choose other experts.
         sent = {name: each.detach().to(DTYPE) if each.requires_grad else each for name, each in layer.items()}
         full = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in sent.items()}
         full = loading.revert_weight_conversion(model, full) if loading else full
@@ -327,7 +337,8 @@ def sync_weights(engine: Any, mesh: DeviceMesh, checkpoint: Iterable[dict[str, T
 
 def send_tensors(engine: Any, mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
     """Load full tensors into every engine by one call; collective."""
-    # Only a handle travels (CUDA IPC). The engine's TP rank on this GPU opens this rank's copy, which must live until then.
+    # Only a handle travels (CUDA IPC). The engine's TP rank on this GPU opens this rank's copy, which must live until
+    # then.
     own = {name: bytes(ForkingPickler.dumps(tensor)) for name, tensor in tensors.items()}
     ranks: list[Any] = [None] * mesh.size(1)
     dist.all_gather_object(ranks, own, group=mesh.get_group("tp"))
@@ -438,8 +449,8 @@ def train(settings: Settings, mesh: DeviceMesh, engine: Any, folder: str) -> boo
         proven += passed and stale > TOLERANCE  # a sync that did nothing would have left a difference of about `stale`
         trained = {name: each[:-held] for name, each in batch.items()}
         shown = f"reward {mean_over_ranks(batch['rewards']):.3f}  {train_step(model, optimizer, trained, settings)}"
-        # How far would the next rollout differ without a sync? Measured on the prompt that was held out: the next step has new
-        # prompts, and an update moves the log-probs of the responses it was trained on several times as far.
+        # How far would the next rollout differ without a sync? Measured on the prompt that was held out: the next step
+        # has new prompts, and an update moves the log-probs of the responses it was trained on several times as far.
         stale = log_prob_difference(model, {name: each[-held:] for name, each in batch.items()}, settings)
         say(f"step {steps}: log-prob difference {difference:.1e}  {shown}  after the update {stale:.1e}")
         steps += 1
@@ -464,8 +475,8 @@ def main(settings: Settings) -> int:
         raise SystemExit(
             f"tp must divide {world} ranks of one host and {settings.responses} responses, got {settings.tp}"
         )
-    # The engines start before torch.distributed, because processes that are forked later would take themselves for ranks. What
-    # the ranks have to tell each other before goes through torchrun's store.
+    # The engines start before torch.distributed, because processes that are forked later would take themselves for
+    # ranks. What the ranks have to tell each other before goes through torchrun's store.
     store, *_ = next(dist.rendezvous("env://"))
     engine = None
     with tempfile.TemporaryDirectory() as new:

@@ -3,11 +3,12 @@
     torchrun --nproc-per-node=2 launch/mismatch.py configs/cpu/quickstart.toml
     torchrun --nproc-per-node=2 launch/mismatch.py CONFIG.toml --engine.args.enable_dp_attention true --engine.args.dp_size 2
 
-First the weights and the tokens are proven equal. Then one setting at a time is changed on these weights and tokens (mesh,
-precision, batches, prefix cache, decode or prefill, temperature, attention, and each of engine.args), and the outputs of the
-modules are compared. The last line names the largest source with its share, or the first module that differs; mismatch.json
-and a program to attach to an issue are in the run directory. TOML files and --section.key VALUE as for launch/ppo.py.
-Exit codes: 0 engine and trainer agree, 1 they do not, 2 the command line or config is wrong, 125 this machine cannot run it.
+First the weights and the tokens are proven equal. Then one setting at a time is changed on these weights and tokens
+(mesh, precision, batches, prefix cache, decode or prefill, temperature, attention, and each of engine.args), and the
+outputs of the modules are compared. The last line names the largest source with its share, or the first module that
+differs; mismatch.json and a program to attach to an issue are in the run directory. TOML files and --section.key VALUE
+as for launch/ppo.py. Exit codes: 0 engine and trainer agree, 1 they do not, 2 the command line or config is wrong, 125
+this machine cannot run it.
 """
 
 import os

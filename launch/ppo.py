@@ -5,9 +5,10 @@
     python launch/ppo.py CONFIG.toml --dry-run --nnodes 2 --nproc-per-node 8
 
 Later TOML files override earlier ones, and --section.key VALUE overrides them all. --check says whether the config can
-work, and --dry-run where every rank and engine would be; both work without a GPU and without torchrun. Exit codes: 0 passed;
-1 failed; 2 the command line or the config is wrong, which one sentence explains; 124 a timeout; 125 this machine cannot run
-it; 143 SIGTERM ended the run after a checkpoint was saved. torchrun itself exits with 1 for all of these but 0.
+work, and --dry-run where every rank and engine would be; both work without a GPU and without torchrun. Exit codes: 0
+passed; 1 failed; 2 the command line or the config is wrong, which one sentence explains; 124 a timeout; 125 this
+machine cannot run it; 143 SIGTERM ended the run after a checkpoint was saved. torchrun itself exits with 1 for all of
+these but 0.
 """
 
 import os

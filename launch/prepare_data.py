@@ -1,12 +1,14 @@
-"""Write GSM8K or MATH in the schema of verl's examples, or two-digit additions for a training that succeeds on a laptop.
+"""Write GSM8K or MATH in the schema of verl's examples, or two-digit additions for a training that succeeds on a
+laptop.
 
     python launch/prepare_data.py gsm8k OUT [--source FOLDER]
     python launch/prepare_data.py math OUT [--source FOLDER]
     python launch/prepare_data.py addition OUT [--seed 0] [--updates 75]
 
-gsm8k and math read the hub, or a folder with train and test as jsonl or parquet, and write train.parquet and test.parquet; then
-use --task.source OUT --task.reward data_source. addition writes train.jsonl, test.jsonl and a tiny model after a few supervised
-updates, for configs/cpu/addition.toml. Exit codes: 0 written, 2 the command line or a row is wrong.
+gsm8k and math read the hub, or a folder with train and test as jsonl or parquet, and write train.parquet and
+test.parquet; then use --task.source OUT --task.reward data_source. addition writes train.jsonl, test.jsonl and a tiny
+model after a few supervised updates, for configs/cpu/addition.toml. Exit codes: 0 written, 2 the command line or a row
+is wrong.
 """
 
 import sys

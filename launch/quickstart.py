@@ -2,9 +2,10 @@
 
     python3 launch/quickstart.py [--section.key VALUE ...]
 
-Checks the overrides, makes the environment if there is none (harness/tools/environments.py), and becomes `launch/torchrun.py
---nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`. If the overrides ask for another mesh, torchrun
-starts as many ranks as that mesh has. Exit codes: torchrun's; 2 an override is wrong; 125 the environment cannot be made here.
+Checks the overrides, makes the environment if there is none (harness/tools/environments.py), and becomes
+`launch/torchrun.py --nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`. If the
+overrides ask for another mesh, torchrun starts as many ranks as that mesh has. Exit codes: torchrun's; 2 an override is
+wrong; 125 the environment cannot be made here.
 """
 
 import os

@@ -5,12 +5,12 @@
     python launch/repro.py run NAME... | --all [--needs CLASS...] [--no-engine]
 
 NAME is the name of a case, of a failure that launch/diagnose.py prints, or the number of an issue that the catalogue
-links, such as 14178. The two variants of a case differ in one thing, which is printed. They run one after the other, and
-all processes that they start are ended.
+links, such as 14178. The two variants of a case differ in one thing, which is printed. They run one after the other,
+and all processes that they start are ended.
 
-Exit codes of run: 1 reproduced; 0 not reproduced, because this version has it fixed or never had it; 125 the case cannot
-run here, or proves nothing because the control failed too; 2 the command line is wrong. Of several cases: 1 if any was
-reproduced, else 125 if any could not run or proved nothing, else 0.
+Exit codes of run: 1 reproduced; 0 not reproduced, because this version has it fixed or never had it; 125 the case
+cannot run here, or proves nothing because the control failed too; 2 the command line is wrong. Of several cases: 1 if
+any was reproduced, else 125 if any could not run or proved nothing, else 0.
 """
 
 import argparse

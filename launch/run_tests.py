@@ -2,10 +2,10 @@
 
     python3 launch/run_tests.py [--fast] [pytest's arguments]
 
-Makes the environment if there is none (harness/tools/environments.py), with what the tests need, and becomes `python -m pytest
--n 3 --dist loadfile` with the arguments. --fast leaves out every test that is slow or starts a process, for a run before each
-commit. Otherwise tests marked long are left out, and on a machine without a GPU those marked gpu; `-m long` runs the long ones.
-Exit codes: pytest's; 125 the environment cannot be made here.
+Makes the environment if there is none (harness/tools/environments.py), with what the tests need, and becomes `python -m
+pytest -n 3 --dist loadfile` with the arguments. --fast leaves out every test that is slow or starts a process, for a
+run before each commit. Otherwise tests marked long are left out, and on a machine without a GPU those marked gpu; `-m
+long` runs the long ones. Exit codes: pytest's; 125 the environment cannot be made here.
 """
 
 import os
@@ -29,8 +29,8 @@ def main(arguments: list[str]) -> int:
     except Unusable as problem:
         print(f"error: {problem}.", file=sys.stderr)
         return problem.exit_code
-    # Three at a time, because many tests wait. One worker for each file, because an engine started for a file's tests serves
-    # them all.
+    # Three at a time, because many tests wait. One worker for each file, because an engine started for a file's tests
+    # serves them all.
     command = [python, "-m", "pytest", "-n", "3", "--dist", "loadfile", *arguments]
     if "--fast" in arguments:
         command += ["-m", "not slow and not long and not gpu"]

@@ -5,9 +5,10 @@
     torchrun --nproc-per-node=2 launch/sync.py configs/cpu/sync.toml --bench
     torchrun --nproc-per-node=4 launch/sync.py configs/gpu/sync_qwen2_7b.toml --bench
 
-Without --bench, every trainer tensor is changed before each of --syncs syncs; after it, every element that the engines hold
-is read back and compared, bit for bit. With --bench, each transport is timed without verification, in one table with an
-all-gather of the same bytes (what the links could do). TOML files and --section.key VALUE as for launch/ppo.py. Exit codes: 0 passed, 1 failed, 2 the command line or config is wrong.
+Without --bench, every trainer tensor is changed before each of --syncs syncs; after it, every element that the engines
+hold is read back and compared, bit for bit. With --bench, each transport is timed without verification, in one table
+with an all-gather of the same bytes (what the links could do). TOML files and --section.key VALUE as for launch/ppo.py.
+Exit codes: 0 passed, 1 failed, 2 the command line or config is wrong.
 """
 
 import os

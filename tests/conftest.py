@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def caches_as_given() -> None:
-    """Take back what imports have set: programs that tests start have the user's variables, whatever was imported here."""
+    """Take back what imports have set: programs that tests start have the user's variables, whatever was imported
+    here."""
     for name in kernel_caches.FOLDERS:
         os.environ.pop(name, None)
     os.environ.update(CACHES_GIVEN)

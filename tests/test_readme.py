@@ -1,4 +1,5 @@
-"""What the pages promise: links lead somewhere, commands can work, and the program of docs/library.md runs as pasted."""
+"""What the pages promise: links lead somewhere, commands can work, and the program of docs/library.md runs as
+pasted."""
 
 import os
 import re

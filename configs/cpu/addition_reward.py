@@ -1,4 +1,6 @@
-"""Rewards of configs/cpu/addition.toml: 47+85= is to be answered by 1213, the sums of the ones and of the tens with the carry."""
+"""Rewards of configs/cpu/addition.toml: 47+85= is to be answered by 1213, the sums of the ones and of the tens with the
+carry.
+"""
 
 from typing import Any
 

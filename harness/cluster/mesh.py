@@ -78,8 +78,8 @@ class Meshes:
     """Every DeviceMesh of a run."""
 
     engines: "DeviceMesh"
-    """Axes ("dp", "tp", "pp") over gloo, whatever the rank order: one engine for each dp index. If tp and pp
-    are both above 1, flattening ("tp", "pp") does not give the engine order; use `ParallelDims.engine_ranks` for that."""
+    """Axes ("dp", "tp", "pp") over gloo, whatever the rank order: one engine for each dp index. If tp and pp are both
+    above 1, flattening ("tp", "pp") does not give the engine order; use `ParallelDims.engine_ranks` for that."""
     fsdp: "DeviceMesh"
     """One axis, "fsdp", over all ranks: the trainer's models are sharded over it."""
 

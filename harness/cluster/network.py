@@ -76,9 +76,9 @@ def own_address(environment: Mapping[str, str]) -> str:
 def choose(wanted: str, variable: str, interfaces: Interfaces, route: str, reached: Sequence[str]) -> HostAddress:
     """Choose the host's address, if possible of the same family (IPv4 or IPv6) as `route`.
 
-    wanted: network.interface, a name or a network. variable: the value of GLOO_SOCKET_IFNAME. Both may be empty. route: the
-    host's own address on the route to MASTER_ADDR. reached: what MASTER_ADDR resolves to on the other hosts, used if it
-    is a loopback address here. Raise NetworkError if no interface fits.
+    wanted: network.interface, a name or a network. variable: the value of GLOO_SOCKET_IFNAME. Both may be empty. route:
+    the host's own address on the route to MASTER_ADDR. reached: what MASTER_ADDR resolves to on the other hosts, used
+    if it is a loopback address here. Raise NetworkError if no interface fits.
     """
     if wanted or variable:
         key = f"network.interface = {wanted}" if wanted else f"{INTERFACE_VARIABLE} = {variable}"
@@ -99,8 +99,8 @@ def choose(wanted: str, variable: str, interfaces: Interfaces, route: str, reach
 def agree(store: "Store", rank: int, world_size: int, identity: str, wanted: str) -> dict[str, HostAddress]:
     """Return every host's address, by identity, in the order of their first ranks. A collective call of all ranks.
 
-    store: open on every rank and used for nothing else. Raise NetworkError, on every rank, if network.interface does not
-    fit on some, and TimeoutError if ranks are missing.
+    store: open on every rank and used for nothing else. Raise NetworkError, on every rank, if network.interface does
+    not fit on some, and TimeoutError if ranks are missing.
     """
     route, master = route_to_master(os.environ)
     store.set(f"route/{rank}", json.dumps([identity, master]))
@@ -137,7 +137,9 @@ def bracketed(address: str) -> str:
 
 
 def _named(wanted: str, key: str, interfaces: Interfaces, family: int) -> HostAddress:
-    """Return the interface with that name, or one with an address in that network. The address family decides between two."""
+    """Return the interface with that name, or one with an address in that network. The address family decides between
+    two.
+    """
     pairs = [(name, address) for name, addresses in interfaces.items() for address in addresses]
     try:
         network = ipaddress.ip_network(wanted, strict=False)

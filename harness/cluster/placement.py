@@ -1,8 +1,9 @@
 """Which hosts and GPUs each engine spans, from the locations of all ranks.
 
 Each node of an engine sees the GPUs of its own ranks first, in engine order, with base_gpu_id 0. SGLang then puts the
-scheduler of (tp, pp) on the GPU of the trainer rank with the same (tp, pp). SGLang's own weight updates, which send CUDA
-IPC handles, need that. With parallel.colocate = false the scheduler goes to the GPU that is kept for that rank's engine.
+scheduler of (tp, pp) on the GPU of the trainer rank with the same (tp, pp). SGLang's own weight updates, which send
+CUDA IPC handles, need that. With parallel.colocate = false the scheduler goes to the GPU that is kept for that rank's
+engine.
 
 After its own GPUs, a node sees all others that its builder sees. The engine runs nothing there, but it can open handles
 only of GPUs that it sees, and a trainer may use one of these.
@@ -28,10 +29,10 @@ _TOKEN_KINDS = (
 class RankLocation:
     """Where a rank runs, as the rank itself reports it.
 
-    host: an identity; two ranks share a host exactly if theirs are equal. visible: CUDA_VISIBLE_DEVICES as `parse_visible`
-    returns it: None if unset, () if it hides every GPU. gpu_count: the number of GPUs that CUDA shows the rank, if known.
-    engine_offset: the index of the engine rank's GPU minus that of its trainer's, among the visible ones. It is 0 if they
-    share a GPU, and otherwise the number of ranks that torchrun started on the host.
+    host: an identity; two ranks share a host exactly if theirs are equal. visible: CUDA_VISIBLE_DEVICES as
+    `parse_visible` returns it: None if unset, () if it hides every GPU. gpu_count: the number of GPUs that CUDA shows
+    the rank, if known. engine_offset: the index of the engine rank's GPU minus that of its trainer's, among the visible
+    ones. It is 0 if they share a GPU, and otherwise the number of ranks that torchrun started on the host.
     """
 
     rank: int
@@ -227,8 +228,8 @@ def _check_gpus(locations: Sequence[RankLocation]) -> None:
 def _check_hosts(dims: ParallelDims, dp: int, locations: Sequence[RankLocation]) -> None:
     """Raise ValueError unless the hosts split the engine's ranks, in engine order, into equal contiguous shares.
 
-    SGLang assigns ranks that way: tp_per_node = tp // max(nnodes // pp, 1), pp_per_node = max(pp // nnodes, 1). If neither
-    of pp and nnodes divides the other, it leaves ranks without a place or places them twice.
+    SGLang assigns ranks that way: tp_per_node = tp // max(nnodes // pp, 1), pp_per_node = max(pp // nnodes, 1). If
+    neither of pp and nnodes divides the other, it leaves ranks without a place or places them twice.
     """
     ranks = dims.engine_ranks(dp)
     share = Counter(locations[rank].host for rank in ranks)

@@ -1,7 +1,7 @@
 """Give each engine on a host its own block of ports.
 
-SGLang picks ports at random. The trainer seeds every rank alike, so two engines on one host would pick the same port and
-could even join each other's process group. Here each block of ports belongs to one process at a time.
+SGLang picks ports at random. The trainer seeds every rank alike, so two engines on one host would pick the same port
+and could even join each other's process group. Here each block of ports belongs to one process at a time.
 """
 
 import errno
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 PORTS_PER_ENGINE = 32
 """Ports of one block. SGLang uses more than the three that it is given. With DP attention it uses 6 or more right after
-dist_init_port (in some releases one for each DP rank) and dist_init_port + 13. The gRPC sidecar listens on port + 1. The
-last port is the lease."""
+dist_init_port (in some releases one for each DP rank) and dist_init_port + 13. The gRPC sidecar listens on port + 1.
+The last port is the lease."""
 
 _GRID = 30000
 """All blocks are aligned to this port, so that blocks of runs with different base ports cannot overlap."""
@@ -52,10 +52,10 @@ def planned_ports(base_port: int, index_on_host: int) -> EnginePorts:
 class PortLease(AbstractContextManager["PortLease"]):
     """A block of ports on this host, held until close() or until this process ends.
 
-    It is the first block from base_port upwards whose ports are all free. The lease is a socket that is bound to the last
-    port of the block. So exactly the processes that share the ports see it, whatever folders they see, nobody can deny a
-    block without using its ports, and the kernel drops it when its owner dies. Raise ValueError for a bad base_port, and
-    OSError (EADDRINUSE) if no block is free.
+    It is the first block from base_port upwards whose ports are all free. The lease is a socket that is bound to the
+    last port of the block. So exactly the processes that share the ports see it, whatever folders they see, nobody can
+    deny a block without using its ports, and the kernel drops it when its owner dies. Raise ValueError for a bad
+    base_port, and OSError (EADDRINUSE) if no block is free.
     """
 
     def __init__(self, base_port: int) -> None:

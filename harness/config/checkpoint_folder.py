@@ -38,7 +38,9 @@ class CheckpointState:
         return json.dumps(asdict(self) | {"checksum": _checksum_of(asdict(self))})
 
     def is_consistent(self) -> bool:
-        """Return whether the fields have their types, and whether there is one shard for each rank of actor and critic."""
+        """Return whether the fields have their types, and whether there is one shard for each rank of actor and
+        critic.
+        """
         if not isinstance(self.optimizer_steps, dict) or not isinstance(self.checksums, dict):
             return False
         numbers = [self.step, self.ranks, *self.optimizer_steps.values(), *self.checksums.values()]
@@ -60,8 +62,8 @@ def shard_of(role: str, rank: int) -> str:
 def read_state(folder: Path) -> CheckpointState:
     """Return what the state.json of a checkpoint says.
 
-    Raise ConfigError if others could have written to the checkpoint, if state.json or config.toml is not as it was saved,
-    or if a shard is missing. What the shards hold is compared where they are loaded: they may be large.
+    Raise ConfigError if others could have written to the checkpoint, if state.json or config.toml is not as it was
+    saved, or if a shard is missing. What the shards hold is compared where they are loaded: they may be large.
     """
     require_own(folder)
     try:
@@ -150,8 +152,8 @@ def checkpoint_to_resume(config: Config, *, steps_are_known: bool = True) -> Pat
 
     steps_are_known: whether run.steps is what will run; with run.epochs only the task's rows tell.
 
-    Raise ConfigError if it is not a checkpoint or is damaged, if the run has fewer steps, or if this run would save into a
-    folder of checkpoints that are newer. A checkpoint of the last step is fine: only the final check follows.
+    Raise ConfigError if it is not a checkpoint or is damaged, if the run has fewer steps, or if this run would save
+    into a folder of checkpoints that are newer. A checkpoint of the last step is fine: only the final check follows.
     """
     wanted, run = config.checkpoint, config.run
     folder = Path(wanted.folder).resolve() if wanted.folder else None

@@ -1,4 +1,6 @@
-"""Rules about a draft model (speculative decoding): what a sync can keep in step with the target, and what SGLang can serve."""
+"""Rules about a draft model (speculative decoding): what a sync can keep in step with the target, and what SGLang can
+serve.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +14,8 @@ KEY = "engine.args.speculative_algorithm"
 WITHOUT_MODEL = ("NGRAM", "UNO")
 """Algorithms that load no second model."""
 OF_THE_CHECKPOINT = ("EAGLE", "NEXTN")
-"""Algorithms whose draft may be the checkpoint's own layer for multi-token prediction (MTP). NEXTN is another name of EAGLE."""
+"""Algorithms whose draft may be the checkpoint's own layer for multi-token prediction (MTP). NEXTN is another name of
+EAGLE."""
 LAYERS = "num_nextn_predict_layers"
 CHAIN = {"speculative_num_steps": 1, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 2}
 """What the CPU's stand-ins can serve: one draft at a time."""

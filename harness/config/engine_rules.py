@@ -1,4 +1,6 @@
-"""Rules that need the installed sglang, the device or the environment; and the choice behind weights.transport = "auto"."""
+"""Rules that need the installed sglang, the device or the environment; and the choice behind weights.transport =
+"auto".
+"""
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping

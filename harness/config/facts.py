@@ -1,7 +1,7 @@
 """Facts about the machine, the model and the data of a run: the second input of resolve().
 
-Plain values only, so that this room needs neither torch nor sglang. harness/tools/preflight.py collects them before a run,
-harness/inputs.py on a rank.
+Plain values only, so that this room needs neither torch nor sglang. harness/tools/preflight.py collects them before a
+run, harness/inputs.py on a rank.
 """
 
 from collections.abc import Collection, Mapping
@@ -29,7 +29,8 @@ class SGLangFacts:
     arguments: Mapping[str, EngineArgument]
     """The arguments of sglang.Engine by name."""
     serves_mla_on_cpu: bool = True
-    """Whether an MLA model (DeepSeek) can run in its CPU mode, with the attention backend that the stand-ins register."""
+    """Whether an MLA model (DeepSeek) can run in its CPU mode, with the attention backend that the stand-ins
+    register."""
     loads_block_scales_of_llama: bool = True
     """Whether its Llama class, and those made from it, take the scales of a checkpoint in block-FP8."""
     returns_routing: bool = True
@@ -37,7 +38,8 @@ class SGLangFacts:
     returns_routing_on_cpu: bool = True
     """Whether that works in its CPU mode too, with the stand-ins: SGLang pins the memory for it, which needs a GPU."""
     why_no_drafts_on_cpu: str = ""
-    """Why its EAGLE worker cannot serve rollouts in its CPU mode with the stand-ins, as part of a sentence; "" if it can."""
+    """Why its EAGLE worker cannot serve rollouts in its CPU mode with the stand-ins, as part of a sentence; "" if it
+    can."""
     updates_drafts_by_group: bool = True
     """Whether an update by an update group reaches the draft model too."""
 

@@ -1,7 +1,8 @@
-"""Rules for model.rollout_precision = "fp8_block": what SGLang's block-FP8 layers refuse, and engines that quantize themselves.
+"""Rules for model.rollout_precision = "fp8_block": what SGLang's block-FP8 layers refuse, and engines that quantize
+themselves.
 
-The sizes follow Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod of sglang 0.5.23: no rank's share of a matrix may
-end inside a block, and matrices that SGLang fuses must each be whole blocks.
+The sizes follow Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod of sglang 0.5.23: no rank's share of a
+matrix may end inside a block, and matrices that SGLang fuses must each be whole blocks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,8 +30,8 @@ def fp8_rules(config: Config, device: Device | None) -> Iterator[Wrong]:
             f'for model.rollout_precision = "{precision.of_engine}", since SGLang computes with FP8 weights in 16 bits'
         )
         yield Wrong("model.dtype", f'must be "{precision.quantized.computed}" {why}')
-    # SGLang draws its dummy weights for the scales of the KV cache too. Each sync sets these to 1, but CUDA graphs keep the
-    # numbers with which they were captured.
+    # SGLang draws its dummy weights for the scales of the KV cache too. Each sync sets these to 1, but CUDA graphs keep
+    # the numbers with which they were captured.
     graphs = config.engine.args.get("disable_cuda_graph", config.engine.preset != "sglang") is False
     if device == "cuda" and config.engine.initial_weights == "dummy" and graphs:
         why = "dummy weights make the scales of the KV cache random, and CUDA graphs would keep them"
@@ -49,7 +50,9 @@ def fp8_model(config: Config, sizes: Mapping[str, Any], sglang: SGLangFacts | No
 
 
 def fp8_sizes(config: Config, sizes: Mapping[str, Any]) -> Iterator[Wrong]:
-    """Yield each size of the model that ends inside a block. sizes: the model's config; a rule without its field is skipped."""
+    """Yield each size of the model that ends inside a block. sizes: the model's config; a rule without its field is
+    skipped.
+    """
     ranks = _Ranks(config)
     for words, size, over in (*_dense(sizes, ranks), *_attention(sizes, ranks), *_experts(sizes, ranks)):
         if size and (size % over or size // over % BLOCK):

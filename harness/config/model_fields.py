@@ -25,10 +25,11 @@ def is_hub_model(name: str) -> bool:
 def model_fields(
     name: str, overrides: Mapping[str, Any], device: Device, *, download: bool = False
 ) -> Mapping[str, Any] | None:
-    """Return the fields that model.name's config.json has, or None for a hub's model that is not in this machine's cache.
+    """Return the fields that model.name's config.json has, or None for a hub's model that is not in this machine's
+    cache.
 
-    device: where it will run, which decides the sizes of a tiny model. download: fetch the config.json of a hub's model.
-    Raise ConfigError for a folder without a valid config.json, and for a download that HF_HUB_OFFLINE forbids.
+    device: where it will run, which decides the sizes of a tiny model. download: fetch the config.json of a hub's
+    model. Raise ConfigError for a folder without a valid config.json, and for a download that HF_HUB_OFFLINE forbids.
     """
     if is_tiny(name):
         kind, _ = CONFIG_CLASSES[name]
@@ -53,7 +54,8 @@ def model_fields(
 def fields_of_file(name: str, file: str, *, download: bool) -> Mapping[str, Any]:
     """Return what a JSON file has that a model may have, in a folder or on the hub; nothing if there is none.
 
-    download: fetch it from the hub, if this machine's cache lacks it. Raise ConfigError for a file that is no JSON object.
+    download: fetch it from the hub, if this machine's cache lacks it. Raise ConfigError for a file that is no JSON
+    object.
     """
     path = _hub_file(name, file, download) if is_hub_model(name) else Path(name) / file
     return _json_object(path) if path and path.is_file() else {}

@@ -1,7 +1,7 @@
 """Rules that need the model's config.json: shapes that the mesh cannot divide, prompts that are too long.
 
-They follow sglang 0.5.20 and work for any architecture that uses the common field names. A rule whose field is missing is
-skipped.
+They follow sglang 0.5.20 and work for any architecture that uses the common field names. A rule whose field is missing
+is skipped.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,9 @@ CPU_MODELS = {
 
 
 class _Sizes:
-    """The whole numbers of a config by name; None for a missing one. For a multi-modal model: those of its language part."""
+    """The whole numbers of a config by name; None for a missing one. For a multi-modal model: those of its language
+    part.
+    """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         inner = fields.get("text_config")

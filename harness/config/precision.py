@@ -1,8 +1,8 @@
 """Precision: in what a run's weights are kept, sent and computed with. `config.model.precision` has the run's.
 
 To add a format in which the engine holds its weights: an entry in QUANTIZED here, its converter and the writer of its
-checkpoint in harness/weights/quantizers.py, and rules for what SGLang refuses in it (fp8_rules.py has those of block-FP8).
-Nothing here imports torch, so dtypes are torch's names of them.
+checkpoint in harness/weights/quantizers.py, and rules for what SGLang refuses in it (fp8_rules.py has those of
+block-FP8). Nothing here imports torch, so dtypes are torch's names of them.
 """
 
 from collections.abc import Mapping
@@ -51,13 +51,13 @@ FP8_BLOCK = Quantized(
         "weight_block_size": [128, 128],
         "activation_scheme": "dynamic",
     },
-    # DeepGEMM compiles a kernel for each shape that it meets: on one H200 with 0.5.17 a tiny FP8 engine's first prefill was not
-    # through after 170 s. Without it Triton serves.
+    # DeepGEMM compiles a kernel for each shape that it meets: on one H200 with 0.5.17 a tiny FP8 engine's first prefill
+    # was not through after 170 s. Without it Triton serves.
     variables={"SGLANG_ENABLE_JIT_DEEPGEMM": "0"},
     # One epsilon of e4m3; on H200 tiny models were 0.11 to 0.15 from the same engine in bfloat16.
     floor=2.0**-3,
-    # Further than an engine in 16 bits may be, which is what the precision costs. So log-probs prove next to nothing, and bytes
-    # show what arrives. Two models that have nothing in common are about 1 apart.
+    # Further than an engine in 16 bits may be, which is what the precision costs. So log-probs prove next to nothing,
+    # and bytes show what arrives. Two models that have nothing in common are about 1 apart.
     largest_baseline=0.6,
 )
 QUANTIZED: Mapping[RolloutPrecision, Quantized] = {each.name: each for each in (FP8_BLOCK,)}
@@ -71,9 +71,11 @@ class Precision:
     stored: Dtype
     """In which the trainer's ranks keep parameters and update them: model.master_dtype."""
     computed: Dtype
-    """In which trainer and engine compute. Every value is rounded to it before it is sent, or quantized: model.dtype."""
+    """In which trainer and engine compute. Every value is rounded to it before it is sent, or quantized:
+    model.dtype."""
     quantized: Quantized | None
-    """The format in which matrices are sent, with their scales, and in which the engine holds them. None: as `computed`."""
+    """The format in which matrices are sent, with their scales, and in which the engine holds them. None: as
+    `computed`."""
 
     @property
     def is_quantized(self) -> bool:

@@ -26,7 +26,8 @@ class Resolved:
     """A config that the known facts do not rule out."""
 
     config: Config
-    """As it will run: values that are "auto" are replaced, and run.epochs has become run.steps, where the facts tell how."""
+    """As it will run: values that are "auto" are replaced, and run.epochs has become run.steps, where the facts tell
+    how."""
     reasons: tuple[str, ...]
     """A line for each value that was replaced: what it became, and why."""
     warnings: tuple[str, ...]
@@ -36,7 +37,8 @@ class Resolved:
 
 
 def resolve(config: Config, facts: Facts = NOTHING_KNOWN, sections: Collection[str] = SECTIONS) -> Resolved:
-    """Return the config as it will run. Raise ConfigError, or UnsupportedEnvironment, one sentence, for what cannot work.
+    """Return the config as it will run. Raise ConfigError, or UnsupportedEnvironment, one sentence, for what cannot
+    work.
 
     sections: those that the job uses. Rules about keys of other sections do not apply.
     """

@@ -1,4 +1,5 @@
-"""Rules about the config itself. engine_rules.py and model_rules.py have those that need a device, an sglang or a model.
+"""Rules about the config itself. engine_rules.py and model_rules.py have those that need a device, an sglang or a
+model.
 
 Each rule yields Wrong for the key that the user should change. resolve() makes the sentence.
 """
@@ -74,7 +75,7 @@ DERIVED_ENGINE_ARGUMENTS = {
 QUANTIZED = "a quantized engine keeps parameters whose shapes differ from the trainer's, so weight updates cannot load"
 SEEN_FAILING = {
     "fp8": "; sglang 0.5.17 could not load a second time what it had quantized itself (as in sglang#5424)",
-    "mxfp8": "; sglang#28676 tells of log-probs that were off by 3.8 after one",
+    "mxfp8": "; log-probs were off by 3.8 after an update (sglang#28676)",
 }
 """Value of engine.args.quantization -> what is known of weight updates with it."""
 
@@ -149,7 +150,9 @@ def _task(config: Config) -> Iterator[Wrong]:
 
 
 def _batches(config: Config) -> Iterator[Wrong]:
-    """Every rank must have the same number of sequences, and room for the longest: FSDP's collectives run once for each."""
+    """Every rank must have the same number of sequences, and room for the longest: FSDP's collectives run once for
+    each.
+    """
     parallel, rollout = config.parallel, config.rollout
     ranks = parallel.tp * parallel.pp
     sequences = rollout.prompts_per_step * rollout.responses_per_prompt

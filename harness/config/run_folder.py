@@ -49,8 +49,8 @@ def make_private(folder: Path) -> None:
 def open_to_others(folder: Path) -> str:
     """Return how somebody else could read or redirect what a run writes to this folder; "" if nobody can.
 
-    A run makes no links. If the folder holds one, somebody else may have put it there, and the run would write to the file
-    that it points to.
+    A run makes no links. If the folder holds one, somebody else may have put it there, and the run would write to the
+    file that it points to.
     """
     status = folder.stat()
     if status.st_uid != os.geteuid():

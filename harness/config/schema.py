@@ -78,11 +78,11 @@ class Model:
     """A local folder, a hub id (OWNER/NAME), or a tiny random model: qwen2, qwen3, llama, qwen3_moe, deepseek_v3 or
     moonlight."""
     dtype: Dtype = "float32"
-    """Dtype of the engine's weights, and the one that the trainer computes in. float16 rounds an eighth as much as bfloat16,
-    but holds nothing above 65504, and loses what is below 6e-8. Actor and critic therefore multiply their losses by 65536
-    before the backward pass, and divide the gradient by it in float32. Where a gradient is not finite, the scale is divided
-    by 4 and the pass run again; at a scale of 1, or with a loss that is not finite, the run fails. Resuming keeps the
-    scale."""
+    """Dtype of the engine's weights, and the one that the trainer computes in. float16 rounds an eighth as much as
+    bfloat16, but holds nothing above 65504, and loses what is below 6e-8. Actor and critic therefore multiply their
+    losses by 65536 before the backward pass, and divide the gradient by it in float32. Where a gradient is not finite,
+    the scale is divided by 4 and the pass run again; at a scale of 1, or with a loss that is not finite, the run fails.
+    Resuming keeps the scale."""
     master_dtype: Dtype = "float32"
     """Dtype of the parameters that actor and critic update, of their gradients and of AdamW's moments. bfloat16 (only
     with dtype = bfloat16) halves their memory, but rounds most of an update away for learning rates below about
@@ -99,9 +99,10 @@ class Model:
     """Where the first weights come from. checkpoint: the trainer and the engine load the saved model. random: nothing
     is saved or loaded; each rank fills its own shards, and the first sync brings the engine its weights."""
     rollout_precision: RolloutPrecision = "same"
-    """Precision of the engine's weights. same: model.dtype. fp8_block: as DeepSeek-V3 is served, the matrices of decoder
-    layers in e4m3 with one scale for each 128 x 128 block, quantized anew at each sync. The engine then loads a quantized
-    copy of the model, which is written to the run directory. Needs dtype = bfloat16 and sizes of whole blocks."""
+    """Precision of the engine's weights. same: model.dtype. fp8_block: as DeepSeek-V3 is served, the matrices of
+    decoder layers in e4m3 with one scale for each 128 x 128 block, quantized anew at each sync. The engine then loads a
+    quantized copy of the model, which is written to the run directory. Needs dtype = bfloat16 and sizes of whole
+    blocks."""
 
     @property
     def precision(self) -> Precision:
@@ -124,8 +125,9 @@ class Engine:
     and sampling_backend = pytorch, which obeys a seed; they start on any GPU in seconds. sglang: SGLang's own, as in
     production. On a CPU both are the same."""
     start: Literal["auto", "spawn"] = "auto"
-    """How the engine's processes start. auto: forked from a process that has imported SGLang meanwhile; with CUDA, started
-    early; where neither can be, as with spawn. spawn: SGLang's own start, a new Python that imports everything anew."""
+    """How the engine's processes start. auto: forked from a process that has imported SGLang meanwhile; with CUDA,
+    started early; where neither is possible, spawned. spawn: SGLang's own start, a new Python that imports everything
+    anew."""
     base_port: int = 30000
     """First port to try. Each engine of a host takes a block of ports from here on."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -145,7 +147,8 @@ class Task:
     rows: int = 0
     """Number of rows to use, from the first one on. 0: all."""
     rows_seed: int = -1
-    """If at least 0: draw `rows` rows from all of them by NumPy's default_rng with this seed, as verl does with data.seed."""
+    """If at least 0: draw `rows` rows from all of them by NumPy's default_rng with this seed, as verl does with
+    data.seed."""
     template: str = "Question: {question}\nAnswer: "
     """Prompt for a row that has a question, which replaces {question}. Messages use the tokenizer's chat template."""
     max_prompt_tokens: int = 256
@@ -191,9 +194,9 @@ class Rollout:
     """What to do with responses that SGLang aborted, or that are empty. error: fail with SGLang's reason. mask: count
     their reward in the metrics only. train: train on what there is of them."""
     routing: Literal["off", "record", "replay"] = "off"
-    """What to do with the experts that each token took in the engine, for a mixture of experts. record: compare them with the
-    trainer's own choice in the metrics routing/, and save them with rollout.save. replay: the actor's log-probs and
-    updates also take the engine's experts, with the weights that the trainer's routers give them."""
+    """What to do with the experts that each token took in the engine, for a mixture of experts. record: compare them
+    with the trainer's own choice in the metrics routing/, and save them with rollout.save. replay: the actor's
+    log-probs and updates also take the engine's experts, with the weights that the trainer's routers give them."""
     save: str = ""
     """Folder in which to save each step's responses, log-probs and scores."""
     load: str = ""
@@ -253,8 +256,8 @@ class Algorithm:
     """Whether GRPO divides by the standard deviation of the responses to a prompt."""
     kl_placement: Literal["none", "reward", "loss"] = "reward"
     """Where the KL to the frozen reference model counts. reward: its estimate k1 is subtracted from the reward of each
-    token. loss: its estimate k3 is added to the actor's loss (http://joschu.net/blog/kl-approx.html; as verl's defaults).
-    none: there is no reference model."""
+    token. loss: its estimate k3 is added to the actor's loss (http://joschu.net/blog/kl-approx.html; as verl's
+    defaults). none: there is no reference model."""
     kl_coefficient: float = 0.001
     """Weight of the KL."""
     critic_warmup: int = 0
@@ -268,7 +271,9 @@ class Algorithm:
 
 @dataclass(kw_only=True, slots=True)
 class ActorConfig:
-    """The policy's loss and its optimizer steps. The critic takes its steps in the same way, at its own learning rate."""
+    """The policy's loss and its optimizer steps. The critic takes its steps in the same way, at its own learning
+    rate.
+    """
 
     learning_rate: float = 1e-5
     """Learning rate of AdamW, after the warm-up and before any decay."""
@@ -328,10 +333,10 @@ class Weights:
     """Where checkpoints for disk, and for verify = full, are written. All hosts must share it. Empty: the run
     directory."""
     verify: Literal["off", "log_probs", "bytes", "full"] = "log_probs"
-    """How each sync is verified. off: not at all. log_probs: what it is to fill is overwritten before it; fingerprints of
-    the engine's tensors after it and after the rollout; the engine's log-probs against the trainer's. bytes: also read
-    every element back from the engine and compare. full: also rehearse each sync with changed weights, and compare with
-    the trainer's log-probs on them and with a reload from disk."""
+    """How each sync is verified. off: not at all. log_probs: what it is to fill is overwritten before it; fingerprints
+    of the engine's tensors after it and after the rollout; the engine's log-probs against the trainer's. bytes: also
+    read every element back from the engine and compare. full: also rehearse each sync with changed weights, and compare
+    with the trainer's log-probs on them and with a reload from disk."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -23,7 +23,8 @@ from harness.runtime.fork_server import ForkServer
 ENGINE_MODULES = ("sglang.srt.entrypoints.engine", "sglang.srt.model_executor.model_runner")
 """What the processes of an engine import."""
 CPU_MODULES = (*ENGINE_MODULES, "sglang.srt.models.registry")
-"""The same with every model that SGLang has. Some read variables that SGLang sets on a GPU once it knows the model."""
+"""ENGINE_MODULES and all model classes. Some of these read variables that SGLang sets on a GPU once it knows the
+model."""
 PRELOADED = "torch_memory_saver_hook_mode_preload"
 """The library of torch_memory_saver that SGLang has its schedulers preload."""
 
@@ -52,7 +53,8 @@ def variables_of_precision(config: Config, device: Device, environment: Mapping[
 
 
 def start_early(config: Config, device: Device, environment: Mapping[str, str]) -> list[ForkServer]:
-    """Return the servers for the engine that this rank builds; none if it builds none, or if SGLang is to start its own.
+    """Return the servers for the engine that this rank builds; none if it builds none, or if SGLang is to start its
+    own.
 
     device: where the engine will run. environment: this rank's, with torchrun's variables. Imports nothing heavy.
     """
@@ -65,7 +67,9 @@ def start_early(config: Config, device: Device, environment: Mapping[str, str]) 
 
 
 def start_servers(config: Config, device: Device, environment: Mapping[str, str]) -> list[ForkServer]:
-    """Start servers for the engine of this config, if this rank builds it; return none otherwise. Arguments as for start_early."""
+    """Start servers for the engine of this config, if this rank builds it; return none otherwise. Arguments as for
+    start_early.
+    """
     node = expected_node(config, device, environment)
     if node is None:
         return []
@@ -86,7 +90,8 @@ def start_servers(config: Config, device: Device, environment: Mapping[str, str]
 def expected_node(config: Config, device: Device, environment: Mapping[str, str]) -> EngineNode | None:
     """Return the share of an engine that this rank will build, if every host has as many ranks as this one; else None.
 
-    Once the ranks have met, the engine finds out for certain. A process that was started for something else is not used.
+    Once the ranks have met, the engine finds out for certain. A process that was started for something else is not
+    used.
     """
     rank, here = int(environment["RANK"]), int(environment["LOCAL_WORLD_SIZE"])
     on_gpu = device == "cuda"

@@ -1,7 +1,7 @@
 """RolloutEngine: all that a PPO step and a weight sync need of an inference engine.
 
-VerlEngine drives an sglang.Engine in the trainer's own processes. Another implementation needs no change in the trainer,
-in PPO or in the sync: tests/rollout/http_engine.py reaches a server over HTTP.
+VerlEngine drives an sglang.Engine in the trainer's own processes. Another implementation needs no change in the
+trainer, in PPO or in the sync: tests/rollout/http_engine.py reaches a server over HTTP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +76,8 @@ class RolloutEngine(Protocol):
         return_logprob: bool = False,
         return_routed_experts: bool = False,
     ) -> list[dict[str, Any]]:
-        """Return one answer for each prompt, in SGLang's form: output_ids, and meta_info with the log-prob of each of them.
+        """Return one answer for each prompt, in SGLang's form: output_ids, and meta_info with the log-prob of each of
+        them.
 
         return_routed_experts: meta_info also says which experts each token took; the engine needs the argument
         enable_return_routed_experts.
@@ -100,7 +101,9 @@ class RolloutEngine(Protocol):
         """Load a checkpoint folder that every host of the engine can read. It may be deleted when this returns."""
 
     def update_weights_from_distributed(self, named_tensors: NamedTensors, flush_cache: bool = True) -> None:
-        """Broadcast contiguous tensors from the group's first rank to the engine, which may be on other GPUs and hosts."""
+        """Broadcast contiguous tensors from the group's first rank to the engine, which may be on other GPUs and
+        hosts.
+        """
 
     def set_weight_version(self, version: str) -> None:
         """Name the weights that the engine holds from here on: meta_info of an answer has the name in weight_version.

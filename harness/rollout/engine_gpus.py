@@ -19,8 +19,8 @@ def check_gpus(world: World, engine: RolloutEngine, colocate: bool) -> None:
 def check_devices(trainers: list[str], engines: dict[int, str], colocate: bool) -> None:
     """Raise ValueError if an engine rank is on a wrong GPU.
 
-    trainers: GPU UUID by world rank. engines: GPU UUID of the engine ranks that are known. With colocate a trainer rank and
-    its engine rank share a GPU; without, an engine rank shares its GPU with no trainer and no other engine rank.
+    trainers: GPU UUID by world rank. engines: GPU UUID of the engine ranks that are known. With colocate a trainer rank
+    and its engine rank share a GPU; without, an engine rank shares its GPU with no trainer and no other engine rank.
     """
     users = {} if colocate else {gpu: f"rank {rank} trains there" for rank, gpu in enumerate(trainers)}
     for rank, gpu in sorted(engines.items()):

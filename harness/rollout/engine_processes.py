@@ -1,8 +1,8 @@
 """Watch the processes of an engine from the one that built it: their log, their deaths, and the signals they send.
 
 When a scheduler dies, SGLang sends SIGQUIT to its parent, and the parent's handler SIGKILLs the whole process tree. The
-rank would vanish silently, and every other rank would blame its connection. So the handlers are taken away, and a thread
-watches the processes and reports the first death with its cause.
+rank would vanish silently, and every other rank would blame its connection. So the handlers are taken away, and a
+thread watches the processes and reports the first death with its cause.
 """
 
 import multiprocessing
@@ -28,7 +28,8 @@ from harness.runtime.tracebacks import first_cause, log_lines, tracebacks_in
 
 POLL_SECONDS = 0.5
 TAKEN = (signal.SIGTERM, signal.SIGQUIT)
-"""Signals that SGLang sets handlers for: it ignores SIGTERM, and on SIGQUIT it SIGKILLs this process and its children."""
+"""Signals that SGLang sets handlers for: it ignores SIGTERM, and on SIGQUIT it SIGKILLs this process and its
+children."""
 ENDING_SIGNALS = ("SIGKILL", "SIGTERM")
 """Sent from outside. The process logs no error of its own; an error in the shared log is a consequence."""
 
@@ -127,7 +128,9 @@ def started_processes() -> Iterator[list[BaseProcess]]:
 def watch_processes(
     watched: Mapping[int, psutil.Process], on_death: Callable[[str, int, str], None]
 ) -> threading.Event:
-    """Call on_death(name, pid, signal_name) once, on a thread, when one of these is gone. Set the returned event to stop."""
+    """Call on_death(name, pid, signal_name) once, on a thread, when one of these is gone. Set the returned event to
+    stop.
+    """
     stop = threading.Event()
     started = {child.pid: child for child in multiprocessing.active_children()}
 

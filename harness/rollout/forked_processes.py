@@ -1,8 +1,8 @@
 """Fork SGLang's processes from a server that has imported SGLang, where SGLang itself would start and import anew.
 
-SGLang starts its schedulers and its detokenizer by multiprocessing with the method "spawn". In `forking` those starts become
-requests to a fork server. Everything else stays SGLang's: the same functions run with the same arguments and environment,
-and each process is a child of the one that builds the engine.
+SGLang starts its schedulers and its detokenizer by multiprocessing with the method "spawn". In `forking` those starts
+become requests to a fork server. Everything else stays SGLang's: the same functions run with the same arguments and
+environment, and each process is a child of the one that builds the engine.
 """
 
 import io

@@ -1,8 +1,8 @@
 """Whether torch_memory_saver holds an engine's CUDA graphs, so that their memory can be released and resumed.
 
-SGLang puts what a captured graph allocates under the tag "cuda_graph" only if SGLANG_MEMORY_SAVER_CUDA_GRAPH is set where its
-schedulers capture (FullCudaGraphBackend in srt/model_executor/runner_backend, until 0.5.13 CudaGraphRunner). Otherwise a release
-of that tag frees nothing.
+SGLang puts what a captured graph allocates under the tag "cuda_graph" only if SGLANG_MEMORY_SAVER_CUDA_GRAPH is set
+where its schedulers capture (FullCudaGraphBackend in srt/model_executor/runner_backend, until 0.5.13 CudaGraphRunner).
+Otherwise a release of that tag frees nothing.
 """
 
 from collections.abc import Mapping

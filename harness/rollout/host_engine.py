@@ -1,7 +1,8 @@
 """HostEngine: the sglang.Engine that one rank of a host builds, the processes that it starts, and how they end.
 
-SGLang's own way to fail is to SIGKILL the process that built the engine. Here a thread watches the processes, says which
-one died and why, and ends the rest. Nothing that the engine started outlives it: processes, sockets, names in /dev/shm.
+SGLang's own way to fail is to SIGKILL the process that built the engine. Here a thread watches the processes, says
+which one died and why, and ends the rest. Nothing that the engine started outlives it: processes, sockets, names in
+/dev/shm.
 """
 
 import atexit
@@ -61,9 +62,9 @@ class HostEngine:
     ) -> None:
         """Build the engine and watch its processes. Raise EngineFailed, with the log's error, if it does not start.
 
-        Processes that were started early (rollout/early_start.py) become the engine's where they can; for others SGLang starts
-        a new Python. environment: added to what this process's children inherit; None removes a variable. serves: whether this
-        is node 0 of the engine, the only one that can be called.
+        Processes that were started early (rollout/early_start.py) become the engine's where they can; for others SGLang
+        starts a new Python. environment: added to what this process's children inherit; None removes a variable.
+        serves: whether this is node 0 of the engine, the only one that can be called.
         """
         arguments = {**arguments, "custom_sigquit_handler": engine_processes.ignore_signal}
         environment = {**environment, **scratch.variables(Path(self._scratch.name))}

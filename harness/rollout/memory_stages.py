@@ -1,10 +1,10 @@
 """Release and resume the engine's memory in stages, so that trainer and engine can share a GPU.
 
 The weights are resumed first, and the KV cache only when it is needed: together they would not fit next to the copies
-that the trainer gathers for a sync. CUDA graphs are resumed with the KV cache: no sync runs them. The order of the tags is
-SGLang's own (scheduler_components/weight_updater.py): it releases KV cache, weights, graphs, and resumes graphs, weights, KV
-cache. A call that returns proves nothing, so each one is measured by the free bytes of every
-rank's engine GPU before and after.
+that the trainer gathers for a sync. CUDA graphs are resumed with the KV cache: no sync runs them. The order of the tags
+is SGLang's own (scheduler_components/weight_updater.py): it releases KV cache, weights, graphs, and resumes graphs,
+weights, KV cache. A call that returns proves nothing, so each one is measured by the free bytes of every rank's engine
+GPU before and after.
 """
 
 import ctypes
@@ -23,8 +23,9 @@ WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.05
 """How far two moves of the same tags may differ, whichever is more: CUDA maps memory in pieces of 2 MiB."""
 STABLE_SECONDS = 0.1
-"""A move is over when the expected bytes have moved, or when nothing has moved for this long. To be within the slack is not enough:
-once 122 GB of a KV cache of 129 had been freed when we looked, and the resume of all of it then seemed to take too much."""
+"""A move is over when the expected bytes have moved, or when nothing has moved for this long. To be within the slack is
+not enough: once 122 GB of a KV cache of 129 had been freed when we looked, and the resume of all of it then seemed to
+take too much."""
 POLL_SECONDS = 0.01
 
 Action = Literal["release", "resume"]
@@ -33,7 +34,9 @@ FreeBytes = Callable[[], int]
 
 
 class WrongStage(ValueError):
-    """The caller released memory that is released, or resumed memory that is not. SGLang's scheduler would die of it."""
+    """The caller released memory that is released, or resumed memory that is not. SGLang's scheduler would die of
+    it.
+    """
 
 
 class MemoryDidNotMove(RuntimeError):
@@ -41,10 +44,12 @@ class MemoryDidNotMove(RuntimeError):
 
 
 def wrong_move(action: Action, tags: Sequence[str], rank: int, expected: int | None, moved: int) -> str:
-    """Return what is wrong with the bytes that a release freed, or a resume took, on one rank's engine GPU; "" if nothing.
+    """Return what is wrong with the bytes that a release freed, or a resume took, on one rank's engine GPU; "" if
+    nothing.
 
-    expected: the least that a release of these tags has freed so far; None at the first one. A release may free more than
-    that: SGLang also frees what torch's allocator kept for activations (on an H200 1.8 GB next to a KV cache of 59 GB).
+    expected: the least that a release of these tags has freed so far; None at the first one. A release may free more
+    than that: SGLang also frees what torch's allocator kept for activations (on an H200 1.8 GB next to a KV cache of 59
+    GB).
     """
     slack = max(int((expected or 0) * SLACK_SHARE), SLACK_BYTES)
     missing = (expected or moved) - moved
@@ -104,15 +109,17 @@ class MemoryStages:
         self._resume_released(stage)
 
     def resume_kv_cache(self) -> None:
-        """Free what the trainer's allocator has cached, on every rank; then take back the memory of KV cache and graphs."""
+        """Free what the trainer's allocator has cached, on every rank; then take back the memory of KV cache and
+        graphs.
+        """
         self.free_trainer_cache()
         self._resume_released((CUDA_GRAPH, KV_CACHE))
 
     def release(self, *tags: str) -> None:
         """Free these tags, one after the other.
 
-        Raise WrongStage for a tag that is released, and MemoryDidNotMove on every rank if one rank's GPU did not get the
-        bytes back.
+        Raise WrongStage for a tag that is released, and MemoryDidNotMove on every rank if one rank's GPU did not get
+        the bytes back.
         """
         for tag in tags if self._is_possible("release", tags) else ():
             known = self._freed.get(tag)
@@ -151,7 +158,9 @@ class MemoryStages:
             self.resume(*tags)
 
     def _measured(self, action: Action, tags: tuple[str, ...], expected: int | None) -> int:
-        """Release or resume; return the bytes that moved on this rank. Raise MemoryDidNotMove on every rank if one is wrong."""
+        """Release or resume; return the bytes that moved on this rank. Raise MemoryDidNotMove on every rank if one is
+        wrong.
+        """
         assert self.free_bytes is not None, "with the memory saver, free_bytes is required"
         engine = self.engine
         engine.group.barrier()  # from here on no rank uses a GPU of this engine
@@ -172,8 +181,9 @@ class MemoryStages:
     ) -> tuple[int, str]:
         """Return the bytes that have moved since `before` were free, and what is wrong with them.
 
-        The driver may move them some time after SGLang's call has returned. So look until the right number has moved, or until a
-        number that is not known to be right stays the same for STABLE_SECONDS, and for no longer than patience_seconds.
+        The driver may move them some time after SGLang's call has returned. So look until the right number has moved,
+        or until a number that is not known to be right stays the same for STABLE_SECONDS, and for no longer than
+        patience_seconds.
         """
         sign = 1 if action == "release" else -1
         started = changed = time.monotonic()

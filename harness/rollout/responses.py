@@ -32,7 +32,8 @@ class Response:
     aborted: bool = False
     """Whether SGLang aborted it, or it ended before its first token."""
     routed_experts: NDArray[np.int32] | None = None
-    """The experts that each token of prompt and response but the last took: [tokens - 1, layers, experts of a token]."""
+    """The experts that each token of prompt and response but the last took: [tokens - 1, layers, experts of a
+    token]."""
     weight_versions: tuple[str, ...] = ()
     """The weights that its tokens were generated with, oldest first; empty if SGLang did not tell."""
 
@@ -54,8 +55,8 @@ def read_responses(
 
     aborted: what to do with a response that was aborted or has no token. error: raise EngineFailed with SGLang's
     reason. mask: drop its tokens. train: keep the tokens it has. routed_shape: (layers, experts of a token), if the
-    engine was asked for routed experts; raise EngineFailed if an answer lacks them, or if its tokens are not those that it
-    has log-probs of.
+    engine was asked for routed experts; raise EngineFailed if an answer lacks them, or if its tokens are not those that
+    it has log-probs of.
     """
     responses = []
     for number, answer in enumerate(answers):
@@ -90,9 +91,11 @@ def read_responses(
 
 
 def check_tokens(answer: Mapping[str, Any], scored: Sequence[Sequence[Any]], number: int) -> None:
-    """Raise EngineFailed unless SGLang's answer `number` has one log-prob for each of its tokens, and they can be log-probs.
+    """Raise EngineFailed unless SGLang's answer `number` has one log-prob for each of its tokens, and they can be
+    log-probs.
 
-    scored: its (log-prob, token, ...). sglang#20799: tokens after the length limit had log-probs too, and would be trained on.
+    scored: its (log-prob, token, ...). sglang#20799: tokens after the length limit had log-probs too, and would be
+    trained on.
     """
     ids, scored_ids = answer.get("output_ids"), [int(entry[1]) for entry in scored]
     if ids is None:
@@ -124,7 +127,8 @@ def read_weight_versions(meta_info: Mapping[str, Any]) -> tuple[str, ...]:
 def check_weight_version(responses: Sequence[Response], expected: str) -> None:
     """Raise StaleWeights if a response was generated with other weights than those of this version.
 
-    Raise EngineFailed if it names a version that no sync gives, such as SGLang's "default": which weights those were is not known.
+    Raise EngineFailed if it names a version that no sync gives, such as SGLang's "default": which weights those were is
+    not known.
     """
     for number, response in enumerate(responses):
         others = [version for version in response.weight_versions if version != expected]
@@ -143,7 +147,8 @@ def check_weight_version(responses: Sequence[Response], expected: str) -> None:
 def read_routed_experts(
     meta_info: Mapping[str, Any], response_tokens: int, shape: tuple[int, int], number: int
 ) -> NDArray[np.int32]:
-    """Return the experts of SGLang's answer `number`: [tokens - 1, layers, experts of a token]; layers without experts have 0.
+    """Return the experts of SGLang's answer `number`: [tokens - 1, layers, experts of a token]; layers without experts
+    have 0.
 
     SGLang sends int32 in base64. Raise EngineFailed if they are missing, or of another number.
     """

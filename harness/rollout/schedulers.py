@@ -1,9 +1,10 @@
-"""A connection between each trainer rank and the scheduler next to it, by which the rank runs functions in the scheduler.
+"""A connection between each trainer rank and the scheduler next to it, by which the rank runs functions in the
+scheduler.
 
 A call of SGLang costs milliseconds, and only TP rank 0 of the first stage answers it. So SGLang is called only once, to
-load one dummy tensor by the custom weight loader LOADER. In each scheduler the loader connects to its own trainer rank and
-starts a thread that serves it. With a draft model SGLang calls the loader twice, and the thread serves both as one model.
-The loader tells its rank of each model that it is shown, so a rank knows when SGLang has left one out.
+load one dummy tensor by the custom weight loader LOADER. In each scheduler the loader connects to its own trainer rank
+and starts a thread that serves it. With a draft model SGLang calls the loader twice, and the thread serves both as one
+model. The loader tells its rank of each model that it is shown, so a rank knows when SGLang has left one out.
 """
 
 import errno
@@ -37,16 +38,18 @@ T = TypeVar("T")
 
 LOADER = f"{__name__}.start_serving"
 WATCH_SECONDS = 2.0
-"""How long a rank waits before it reports that its scheduler has closed its connection. If the scheduler has died, the rank
-that built the engine sees that within half a second; it knows the cause and must report first."""
+"""How long a rank waits before it reports that its scheduler has closed its connection. If the scheduler has died, the
+rank that built the engine sees that within half a second; it knows the cause and must report first."""
 SWITCH_SECONDS = 5e-5
-"""How long SGLang's thread in a scheduler may keep the interpreter while our thread wants it. SGLang's loop polls without
-a pause, so Python's default of 5 ms would be added to every answer. It has no effect while there is only one thread."""
+"""How long SGLang's thread in a scheduler may keep the interpreter while our thread wants it. SGLang's loop polls
+without a pause, so Python's default of 5 ms would be added to every answer. It has no effect while there is only one
+thread."""
 SHOWN: dict[str, tuple[Connection, list[Any]]] = {}
-"""In a scheduler, by the name of the channel that is being opened: its connection, and the models that SGLang has shown to our
-loader so far."""
+"""In a scheduler, by the name of the channel that is being opened: its connection, and the models that SGLang has shown
+to our loader so far."""
 ANSWERED_SECONDS = 5.0
-"""How long the head's scheduler may take after SGLang has answered. SGLang answers when that scheduler has done the call."""
+"""How long the head's scheduler may take after SGLang has answered. SGLang answers when that scheduler has done the
+call."""
 CONNECT_SECONDS = 300.0
 """How long the other schedulers may take: they may still be busy with earlier calls."""
 
@@ -61,8 +64,8 @@ class Send(Protocol):
 class SchedulerChannel:
     """A rank's connection to its scheduler. The first ask opens it, and so does the first one after close().
 
-    Every method but close() is a collective call of the group. log: the engine's, for messages. models: how many each scheduler
-    has: two with a draft model.
+    Every method but close() is a collective call of the group. log: the engine's, for messages. models: how many each
+    scheduler has: two with a draft model.
     """
 
     def __init__(self, group: Group, send: Send, log: Path, models: int = 1) -> None:
@@ -79,13 +82,15 @@ class SchedulerChannel:
         return self._together(partial(self._request, function, argument))
 
     def open(self) -> None:
-        """Connect anew. Returns when every scheduler has done all earlier calls: the connection is made by the last one.
+        """Connect anew. Returns when every scheduler has done all earlier calls: the connection is made by the last
+        one.
 
-        Raise EngineFailed on every rank if SGLang does not show a scheduler all its models: at once if it is the head's, for the
-        others after CONNECT_SECONDS.
+        Raise EngineFailed on every rank if SGLang does not show a scheduler all its models: at once if it is the
+        head's, for the others after CONNECT_SECONDS.
         """
         self.close()
-        # The schedulers learn the folder of the sockets from the name of the dummy tensor, the number of models from its size.
+        # The schedulers learn the folder of the sockets from the name of the dummy tensor, the number of models from
+        # its size.
         name = self._group.broadcast(f"harness-{uuid.uuid4().hex[:12]}")
         with ExitStack() as stack:
             meeting = _listening(socket_folder(name), self._group.ranks.index(self._group.rank))
@@ -137,7 +142,9 @@ class SchedulerChannel:
         return result
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Return together(work). If this rank's scheduler has closed its connection, raise EngineFailed on this rank alone."""
+        """Return together(work). If this rank's scheduler has closed its connection, raise EngineFailed on this rank
+        alone.
+        """
         try:
             return together(work, self._group.process_group)
         except PeerGone as error:
@@ -175,8 +182,8 @@ def require_private(folder: Path) -> None:
 def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Connect this scheduler to its trainer rank and serve it on a thread. SGLang calls it as a custom weight loader.
 
-    named_tensors: one dummy tensor, whose name is the folder of the sockets, and whose size is the number of models that the
-    loader is called for. The rank is told the class of each of them; it is served when all have been seen.
+    named_tensors: one dummy tensor, whose name is the folder of the sockets, and whose size is the number of models
+    that the loader is called for. The rank is told the class of each of them; it is served when all have been seen.
     """
     name, dummy = named_tensors[0]
     try:
@@ -205,7 +212,8 @@ def _connect(name: str) -> Connection:
 @torch.no_grad()
 def _serve(model: Any, connection: Connection) -> None:
     """Answer requests, one after the other, until the trainer rank disconnects."""
-    # After each blocking call the thread waits SWITCH_SECONDS for the interpreter. Without this a pull of 5 ms took 0.3 ms more.
+    # After each blocking call the thread waits SWITCH_SECONDS for the interpreter. Without this a pull of 5 ms took 0.3
+    # ms more.
     wake_on_time()
     device = next(model.parameters()).device
     if device.type == "cuda":

@@ -1,8 +1,8 @@
 """The models of one scheduler as one: the target, and with speculative decoding its draft.
 
-SGLang calls a custom weight loader once for each of them. What runs in a scheduler on our behalf sees one model, whose tensors
-have the names of their role: target.model.layers.0..., draft.model.decoder.... A tensor that both hold, such as the embedding
-that SGLang gives to its draft, is there once, under the target's name.
+SGLang calls a custom weight loader once for each of them. What runs in a scheduler on our behalf sees one model, whose
+tensors have the names of their role: target.model.layers.0..., draft.model.decoder.... A tensor that both hold, such as
+the embedding that SGLang gives to its draft, is there once, under the target's name.
 """
 
 import re
@@ -50,7 +50,8 @@ def models_in(model: Any) -> tuple[Any, ...]:
 def serve_together(models: Sequence[Any]) -> Any:
     """Return one model for all that a scheduler has, always the same for the same: checks keep what they know on it.
 
-    models: in any order, since releases differ in which they show first. Raise ValueError if they are not a target and a draft.
+    models: in any order, since releases differ in which they show first. Raise ValueError if they are not a target and
+    a draft.
     """
     if len(models) == 1:
         return models[0]

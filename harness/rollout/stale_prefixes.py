@@ -1,7 +1,7 @@
 """Find keys and values in the engine's prefix cache that were computed with older weights.
 
-After an update in flight the cache keeps what the paused requests have computed (sglang#27886): it cannot be flushed while they
-run. A prompt that begins as they do is then answered from a mix of old and new weights.
+After an update in flight the cache keeps what the paused requests have computed (sglang#27886): it cannot be flushed
+while they run. A prompt that begins as they do is then answered from a mix of old and new weights.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ class PrefixCheck:
 
 
 def check_prefix(engine: VerlEngine, prompt: Sequence[int], shared: int) -> PrefixCheck:
-    """Compare the log-probs of a prompt's last tokens, which follow a prefix of `shared` tokens, with those after a flush.
+    """Compare the log-probs of a prompt's last tokens, which follow a prefix of `shared` tokens, with those after a
+    flush.
 
     The engine must be idle; its prefix cache is flushed. A collective call of its ranks.
     """

@@ -1,7 +1,7 @@
 """The process group through which a trainer rank broadcasts weights to an engine's TP ranks.
 
-The trainer's end is the engine's head. It is rank 0 of the group, and TP rank r is rank 1 + r. A broadcast needs two calls
-at once, each on its own thread: one makes the engine's ranks receive, the other sends.
+The trainer's end is the engine's head. It is rank 0 of the group, and TP rank r is rank 1 + r. A broadcast needs two
+calls at once, each on its own thread: one makes the engine's ranks receive, the other sends.
 """
 
 from collections.abc import Callable
@@ -27,13 +27,15 @@ _NUMBERS = count()  # torch wants a new name for each group of a process
 
 
 class UpdateGroup:
-    """The head's end of the group: opened by the first broadcast, kept for the next ones, opened again after a failure."""
+    """The head's end of the group: opened by the first broadcast, kept for the next ones, opened again after a
+    failure.
+    """
 
     def __init__(self, call: Callable[..., None], address: tuple[str, int], tp: int, backend: str) -> None:
         """Open nothing yet.
 
-        call: call("update_weights_from_distributed", names=..., ...) makes that call of the engine, with SGLang's names.
-        address: a host and free port of this rank that the engine's ranks reach. backend: "nccl" or "gloo".
+        call: call("update_weights_from_distributed", names=..., ...) makes that call of the engine, with SGLang's
+        names. address: a host and free port of this rank that the engine's ranks reach. backend: "nccl" or "gloo".
         """
         self._call = call
         self._address = address
@@ -43,7 +45,9 @@ class UpdateGroup:
         self._name = ""
 
     def broadcast(self, named_tensors: NamedTensors, flush_cache: bool) -> None:
-        """Send contiguous tensors under their checkpoint names in one call. Raise what the first failing side raised."""
+        """Send contiguous tensors under their checkpoint names in one call. Raise what the first failing side
+        raised.
+        """
         if self._group is None:
             self._open()
         tensors, how = [tensor for _, tensor in named_tensors], {}
@@ -63,7 +67,8 @@ class UpdateGroup:
         )
         if self._backend == "nccl":
             torch.cuda.current_stream().synchronize()  # the sending thread has another current stream
-        # Only self keeps a reference to the group: gloo closes its connections, which frees the engine, with the last one.
+        # Only self keeps a reference to the group: gloo closes its connections, which frees the engine, with the last
+        # one.
         self._both(receive, lambda: _broadcast_all(self._group, tensors))
 
     def close(self) -> None:

@@ -184,7 +184,9 @@ class VerlEngine:
         return changes
 
     def _cpu_environment(self) -> dict[str, str]:
-        """Return SGLang's CPU mode. Each engine rank gets its trainer rank's cores, so that engines do not share any."""
+        """Return SGLang's CPU mode. Each engine rank gets its trainer rank's cores, so that engines do not share
+        any.
+        """
         shared = cpu_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
         cores = shared["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
         mine = [cores[self._locations[rank].local_rank] for rank in self.node.ranks]
@@ -284,8 +286,8 @@ class VerlEngine:
     async def async_generate(self, *arguments: Any, **named: Any) -> Any:
         """Return what generate does, without blocking the caller's event loop.
 
-        Several calls are answered one after the other, in the order in which they were made. The order must be the same on
-        every rank.
+        Several calls are answered one after the other, in the order in which they were made. The order must be the same
+        on every rank.
         """
         call = partial(self.generate, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._async_calls, call)
@@ -300,9 +302,9 @@ class VerlEngine:
     ) -> None:
         """Send prompts, and return when every one has its first token; end_generate returns the answers.
 
-        Between the two, pause_generation, weight updates, set_weight_version and continue_generation can be called, and nothing
-        that needs an idle engine: no `ask`, so no seed and no transport "pull". With pause_generation("in_place") pass
-        flush_cache=False to the updates.
+        Between the two, pause_generation, weight updates, set_weight_version and continue_generation can be called, and
+        nothing that needs an idle engine: no `ask`, so no seed and no transport "pull". With
+        pause_generation("in_place") pass flush_cache=False to the updates.
         """
         prompts = [list(ids) for ids in input_ids]
         arguments |= {"sampling_params": dict(sampling_params), "return_logprob": return_logprob, "input_ids": prompts}
@@ -330,8 +332,8 @@ class VerlEngine:
     def pause_generation(self, mode: sglang_api.PauseMode) -> None:
         """Stop generating and keep all requests: in_place with their keys and values, retract without.
 
-        After in_place the prefix cache keeps keys and values of the old weights (stale_prefixes.py finds them): flush it after
-        end_generate. Raise ValueError if this SGLang cannot pause in this way.
+        After in_place the prefix cache keeps keys and values of the old weights (stale_prefixes.py finds them): flush
+        it after end_generate. Raise ValueError if this SGLang cannot pause in this way.
         """
         self._on_head(lambda: self._recorded("pause_generation", partial(self._pause, mode)))
 
@@ -472,14 +474,16 @@ class VerlEngine:
     def _become_idle(self, flushes: bool = True) -> None:
         """Wait until the scheduler has computed its last batch. Use it before calls that need an idle engine.
 
-        SGLang does not wait in them: it asserts that the engine is idle, and the scheduler dies if it is not. flushes: False for an
-        update that leaves the prefix cache alone; SGLang asserts nothing there.
+        SGLang does not wait in them: it asserts that the engine is idle, and the scheduler dies if it is not. flushes:
+        False for an update that leaves the prefix cache alone; SGLang asserts nothing there.
         """
         if flushes and not self._is_generating:
             self.flush_cache()
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Free the GPU memory of some of "kv_cache", "weights" and "cuda_graph" (None: all). What the first two held is lost."""
+        """Free the GPU memory of some of "kv_cache", "weights" and "cuda_graph" (None: all). What the first two held is
+        lost.
+        """
         self._become_idle()
         self._call("release_memory_occupation", tags=None if tags is None else list(tags))
         self.disconnect()
@@ -496,21 +500,24 @@ class VerlEngine:
         answer are pickled. The function does not run on SGLang's own thread, so the engine must be idle. Call it inside
         weight_update() if it touches weights.
 
-        A failure raises on every rank: SchedulerFailed on the rank whose scheduler failed, EngineFailed on the others. If
-        a scheduler has died, only the rank next to it raises EngineFailed.
+        A failure raises on every rank: SchedulerFailed on the rank whose scheduler failed, EngineFailed on the others.
+        If a scheduler has died, only the rank next to it raises EngineFailed.
         """
         return self._recorded("ask", partial(self._channel.ask, function, argument))
 
     def disconnect(self) -> None:
         """Make the next ask wait until every scheduler has done all that SGLang was asked before.
 
-        SGLang answers as soon as TP rank 0 of the first stage is done; the others may still be working. A new connection
-        is made by a call that stands behind all earlier ones in each scheduler's queue. So close the old one here.
+        SGLang answers as soon as TP rank 0 of the first stage is done; the others may still be working. A new
+        connection is made by a call that stands behind all earlier ones in each scheduler's queue. So close the old one
+        here.
         """
         self._channel.close()
 
     def call_engine(self, function: Callable[[Any], T]) -> T:
-        """Run function(sglang.Engine) on the head and return its value on every rank. For what no method here offers."""
+        """Run function(sglang.Engine) on the head and return its value on every rank. For what no method here
+        offers.
+        """
         self.has_prefixes = True
         return self._on_head(lambda: function(self._engine))
 
@@ -535,7 +542,9 @@ class VerlEngine:
         return self._host.engine
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> None:
-        """Call a method of sglang.Engine on the head. Raise EngineRefused there, EngineFailed elsewhere, if it fails."""
+        """Call a method of sglang.Engine on the head. Raise EngineRefused there, EngineFailed elsewhere, if it
+        fails.
+        """
         self._on_head(lambda: self._call_here(method, *arguments, **named))
 
     def _call_here(self, method: str, *arguments: Any, **named: Any) -> None:

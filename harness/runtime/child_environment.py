@@ -1,4 +1,6 @@
-"""The environment that an engine's processes get: without torchrun's variables, and never left behind in this process."""
+"""The environment that an engine's processes get: without torchrun's variables, and never left behind in this
+process.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -25,7 +27,8 @@ def engine_environment(environment: Mapping[str, str], changes: Mapping[str, str
 
 @contextmanager
 def child_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Remove torchrun's variables from os.environ and apply `changes` (None removes a variable), for an engine to inherit.
+    """Remove torchrun's variables from os.environ and apply `changes` (None removes a variable), for an engine to
+    inherit.
 
     At the end os.environ is exactly as before, even if the engine changed it.
     """

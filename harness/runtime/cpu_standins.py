@@ -1,7 +1,7 @@
 """Stand-ins for packages that SGLang needs on a CPU and that no registry has for the CPU.
 
-activate() puts the folder `standins/` first on sys.path, and on PYTHONPATH for the processes that this one starts. It is
-never called on CUDA, and no installed file changes. The folder holds:
+activate() puts the folder `standins/` first on sys.path, and on PYTHONPATH for the processes that this one starts. It
+is never called on CUDA, and no installed file changes. The folder holds:
 
 - sgl_kernel: no CPU build is published. The stand-in can be imported. It has, in plain torch, what a chain of drafts calls
   (speculative decoding); its other functions raise NotImplementedError.

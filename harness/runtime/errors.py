@@ -1,8 +1,8 @@
 """How a run ends with one sentence: a user's mistake (exit code 2), an environment that cannot run it (125, which
 `git bisect run` takes as "skip"), the failure that was looked for (1), or SIGTERM (143, as in a shell).
 
-torchrun prints its own report after its ranks have ended, so the sentence is printed twice: at once, and below that report.
-Standard library only, because this file also runs as a script.
+torchrun prints its own report after its ranks have ended, so the sentence is printed twice: at once, and below that
+report. Standard library only, because this file also runs as a script.
 """
 
 import json
@@ -20,7 +20,8 @@ APPEARED, MISTAKE, CANNOT_RUN_HERE, STOPPED = 1, 2, 125, 143
 SPEAK_FIRST_SECONDS = 1.0
 """How long the other ranks wait for rank 0 to print: torchrun ends all ranks as soon as one exits."""
 SPEAK_ALONE_SECONDS = 3.0
-"""How long a rank waits whose mistake rank 0 may not have. If rank 0 has it too, torchrun has ended this rank by then."""
+"""How long a rank waits whose mistake rank 0 may not have. If rank 0 has it too, torchrun has ended this rank by
+then."""
 TORCHRUN_SECONDS = 60.0
 """How long torchrun may take to end after its first rank; it sends SIGKILL to the other ranks after 30."""
 SPEAKS_LAST = "HARNESS_SPEAKS_LAST"
@@ -41,7 +42,7 @@ class Found(Exception):
 
 
 def rank_in(environment: Mapping[str, str]) -> int:
-    """Return the rank that torchrun gave this process; 0 if it gave none, or what is no number, which is refused later."""
+    """Return the rank that torchrun gave this process; 0 if RANK is unset or invalid."""
     rank = environment.get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
 
@@ -49,7 +50,8 @@ def rank_in(environment: Mapping[str, str]) -> int:
 def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
     """Print the sentence on rank 0 and return the exit code. Under torchrun, print it again below torchrun's report.
 
-    alone: the other ranks may not have this mistake, so each rank prints its own unless rank 0 has ended the run before.
+    alone: the other ranks may not have this mistake, so each rank prints its own unless rank 0 has ended the run
+    before.
     """
     if rank:
         time.sleep(SPEAK_ALONE_SECONDS if alone else SPEAK_FIRST_SECONDS)
@@ -68,7 +70,9 @@ def say(text: str, screen: int = STANDARD_ERROR) -> None:
 
 
 def in_utf8(text: str) -> str:
-    """Return the text with escapes for what no other program takes: half a surrogate pair, which an error may quote, and NUL."""
+    """Return the text with escapes for what no other program takes: half a surrogate pair, which an error may quote,
+    and NUL.
+    """
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
 
 
@@ -107,8 +111,8 @@ def screen_of(pid: int) -> int:
 def launcher_pid() -> int:
     """Return the pid of torchrun: the nearest ancestor that is neither a rank nor a wrapper of one.
 
-    Told by a variable that torchrun gives to its ranks alone. LOCAL_RANK may be in the shell that started torchrun too; it
-    counts only where something else starts the ranks.
+    Told by a variable that torchrun gives to its ranks alone. LOCAL_RANK may be in the shell that started torchrun too;
+    it counts only where something else starts the ranks.
     """
     pid, of_ranks = os.getppid(), "TORCHELASTIC_RUN_ID" if "TORCHELASTIC_RUN_ID" in os.environ else "LOCAL_RANK"
     with suppress(PermissionError):  # another user's process is not a rank of ours

@@ -15,8 +15,9 @@ FAILED = 1
 def hard_exit(code: int) -> NoReturn:
     """Exit at once, and skip Python's own shutdown.
 
-    If a thread of torch or gloo asks for the interpreter's lock while Python 3.11 shuts down, the process aborts ("terminate called
-    without an active exception"). That made ranks fail that had passed, twice in some hundred test runs.
+    If a thread of torch or gloo asks for the interpreter's lock while Python 3.11 shuts down, the process aborts
+    ("terminate called without an active exception"). That made ranks fail that had passed, twice in some hundred test
+    runs.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a full disk, or a pipe that nobody reads
@@ -25,10 +26,11 @@ def hard_exit(code: int) -> NoReturn:
 
 
 def end_failed(said: str, error: str, traceback: str, announce: Callable[[str, str], None]) -> NoReturn:
-    """Print what happened, announce the error, and end what this process has started and itself. Call it from any thread.
+    """Print what happened, announce the error, and end what this process has started and itself. Call it from any
+    thread.
 
-    said: lines for the screen. announce: called with error and traceback. If a watchdog observes the run, it ends this process in
-    there, and later prints the run's first failure.
+    said: lines for the screen. announce: called with error and traceback. If a watchdog observes the run, it ends this
+    process in there, and later prints the run's first failure.
     """
     say(said + "\n")
     tell_torchrun(error, traceback)

@@ -11,8 +11,8 @@ from pathlib import Path
 def replace_file(file: Path, text: str | Iterable[str]) -> None:
     """Write a file under another name and rename it: a reader sees the old file or the whole new one.
 
-    Nothing is followed: not a link of the file's name, which is replaced, and not one of the other name, which is new and
-    not to be guessed. Only the user can read the file.
+    Nothing is followed: not a link of the file's name, which is replaced, and not one of the other name, which is new
+    and not to be guessed. Only the user can read the file.
     """
     descriptor, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".part")
     try:

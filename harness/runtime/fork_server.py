@@ -1,20 +1,20 @@
 """A process that has done the imports once, and forks processes that need them.
 
-Importing torch, transformers and SGLang takes ten seconds of a core, and the ranks and schedulers of one host all do it.
-Here one process does it for all of them, while nothing else needs it yet.
+Importing torch, transformers and SGLang takes ten seconds of a core, and the ranks and schedulers of one host all do
+it. Here one process does it for all of them, while nothing else needs it yet.
 
     server = ForkServer.start(["torch"], os.environ)
     pid = server.fork(Task("module:function", b"argument"))
 
-The new process is a child of the process that asked, as though that had started it itself: it waits for it, gets its exit
-status, and is the parent that a dying process signals. Server and client talk over a pair of sockets without a name, so no
-other process can ask. The server ends with its client.
+The new process becomes a child of the one that asked, which waits for it, gets its exit status, and is the parent that
+a dying process signals. Server and client talk over a pair of sockets without a name, so no other process can ask. The
+server ends with its client.
 
 If the imports have initialized CUDA, no fork of the process could use it. Then the server does one task itself: it is a
 process that was started early. Start as many of them as there are tasks.
 
-A forked process is like a started one only if the imports depended on nothing that is different now. So the server records
-which environment variables were read during them, and ForkServer.obstacle() compares.
+A forked process is like a started one only if the imports depended on nothing that is different now. So the server
+records which environment variables were read during them, and ForkServer.obstacle() compares.
 """
 
 import ctypes
@@ -53,9 +53,10 @@ MAY_DIFFER = (
     *("TMPDIR", "TEMP", "TMP", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONSAFEPATH"),
     "TORCHINDUCTOR_CACHE_DIR",
 )
-"""Variables that may differ, because nothing keeps what it read of them at import: tempfile and torch look for their folders again
-at each use, modules that are imported later are looked for where the task says, and the size of a terminal does not matter.
-Importing torch's compiler sets TORCHINDUCTOR_CACHE_DIR, and so does importing SGLang 0.5.23, to another folder. The first one wins."""
+"""Variables that may differ, because nothing keeps what it read of them at import: tempfile and torch look for their
+folders again at each use, modules that are imported later are looked for where the task says, and the size of a
+terminal does not matter. Importing torch's compiler sets TORCHINDUCTOR_CACHE_DIR, and so does importing SGLang 0.5.23,
+to another folder. The first one wins."""
 FOR_CLIENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that a server blocks: the terminal and launchers send them to its client, which ends it."""
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
@@ -79,7 +80,8 @@ class Task:
     """What a forked process does, and in which surroundings."""
 
     function: str
-    """MODULE:FUNCTION, called with the argument and the descriptors that were passed. It is the last thing that the process does."""
+    """MODULE:FUNCTION, called with the argument and the descriptors that were passed. It is the last thing that the
+    process does."""
     argument: bytes = b""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     folder: str = field(default_factory=os.getcwd)
@@ -140,7 +142,9 @@ def _shown(value: str | None) -> str:
 
 
 class ForkServer:
-    """The client's end of a server, which is a child of this process. Use it from one thread: the server ends with it."""
+    """The client's end of a server, which is a child of this process. Use it from one thread: the server ends with
+    it.
+    """
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         """Speak to the server with this pid over the connection."""
@@ -165,8 +169,8 @@ class ForkServer:
     ) -> "ForkServer":
         """Start a server in this environment, which imports the modules. Return at once.
 
-        first: MODULE:FUNCTION, called with the argument before the imports. It returns servers that the process gets if it
-        does a task itself (see Imported.forks). new_session: whether the server gets a session of its own.
+        first: MODULE:FUNCTION, called with the argument before the imports. It returns servers that the process gets if
+        it does a task itself (see Imported.forks). new_session: whether the server gets a session of its own.
         """
         own, its = socket.socketpair()
         with its:
@@ -189,7 +193,9 @@ class ForkServer:
 
     @classmethod
     def handed_over(cls) -> "list[ForkServer]":
-        """Return the servers that this process was started with, or that it has handed over. A second call returns none."""
+        """Return the servers that this process was started with, or that it has handed over. A second call returns
+        none.
+        """
         found = []
         for each in os.environ.pop(HANDED_OVER, "").split():
             descriptor, _, pid = each.partition(":")
@@ -249,7 +255,9 @@ class ForkServer:
         return int(answer)
 
     def clone(self) -> "ForkServer":
-        """Return another server that has done the same imports: a fork of this one. Raise ServerGone if it cannot fork."""
+        """Return another server that has done the same imports: a fork of this one. Raise ServerGone if it cannot
+        fork.
+        """
         if not self.imported().forks:
             raise ServerGone("the imports have initialized CUDA, so the process that did them cannot fork")
         own, its = socket.socketpair()
@@ -286,7 +294,9 @@ class ForkServer:
 
 
 class ForkedChild(Popen):
-    """A child that a server has forked: multiprocessing's object for a child, which also takes subprocess.Popen's place."""
+    """A child that a server has forked: multiprocessing's object for a child, which also takes subprocess.Popen's
+    place.
+    """
 
     def __init__(self, pid: int, sentinel: int) -> None:
         """sentinel: a descriptor that can be read once the child has ended."""
@@ -323,8 +333,8 @@ def _parent_of(pid: int) -> int:
 def collecting_nothing() -> Iterator[None]:
     """Keep Python's garbage collector from looking at what is imported in this block, now and later.
 
-    What is imported stays. The collector would look at all of it again and again, for a fifth of the time that the imports
-    take. And a forked process shares the memory only as long as the collector does not write to it.
+    What is imported stays. The collector would look at all of it again and again, for a fifth of the time that the
+    imports take. And a forked process shares the memory only as long as the collector does not write to it.
     """
     gc.disable()
     try:
@@ -352,7 +362,8 @@ def import_once(modules: Sequence[str]) -> Imported:
 
 
 def _prepare_titles() -> None:
-    """Let setproctitle find the arguments of this process, next to the environment, which imports and forked processes replace.
+    """Let setproctitle find the arguments of this process, next to the environment, which imports and forked processes
+    replace.
 
     Without SPT_NOENV titles would take the environment's place, by which a process is found that belongs to a run
     (processes.with_variable).
@@ -400,7 +411,9 @@ def _recording_reads() -> Iterator[set[str]]:
 
 
 def main(descriptor: int, client: int, modules: Sequence[str], first: str, argument: str) -> None:
-    """Import the modules and serve the client. In each forked process, do its task; then the interpreter ends as usual."""
+    """Import the modules and serve the client. In each forked process, do its task; then the interpreter ends as
+    usual.
+    """
     _end_with(client)
     _prepare_titles()
     connection = socket.socket(fileno=descriptor)
@@ -446,7 +459,9 @@ def main(descriptor: int, client: int, modules: Sequence[str], first: str, argum
 
 
 def _serve(connection: socket.socket, answer: Imported | str) -> tuple[Task, list[int]]:
-    """Answer what was imported, then fork a process for each task. Return in that process; the server itself ends in here."""
+    """Answer what was imported, then fork a process for each task. Return in that process; the server itself ends in
+    here.
+    """
     messages = Connection(os.dup(connection.fileno()))
     with suppress(OSError, EOFError):  # the client has gone
         messages.send_bytes(pickle.dumps(answer))
@@ -466,7 +481,8 @@ def _serve(connection: socket.socket, answer: Imported | str) -> tuple[Task, lis
 
 
 def _fork_for(client: Connection) -> bool:
-    """Fork a process that the client adopts, and tell the client its pid, or why there is none. Return whether this is it.
+    """Fork a process that the client adopts, and tell the client its pid, or why there is none. Return whether this is
+    it.
 
     It goes on only when the client knows its pid: if this server is killed before, nothing runs that nobody knows of.
     """
@@ -500,7 +516,9 @@ def _fork_for(client: Connection) -> bool:
 
 
 def _fork_orphan(tells: int) -> None:
-    """Fork a process and end, so that the client becomes its parent. Write its pid, or why there is none. Return in it."""
+    """Fork a process and end, so that the client becomes its parent. Write its pid, or why there is none. Return in
+    it.
+    """
     try:
         if pid := os.fork():
             os.write(tells, str(pid).encode())

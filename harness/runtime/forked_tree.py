@@ -1,4 +1,6 @@
-"""processes.run_tree() for a program whose imports a fork server has done: the program and its supervisor are forked."""
+"""processes.run_tree() for a program whose imports a fork server has done: the program and its supervisor are
+forked.
+"""
 
 import os
 import pickle
@@ -23,10 +25,11 @@ def run_forked_tree(
     env: Mapping[str, str],
     tick: Callable[[], None],
 ) -> processes.Ended:
-    """Fork a process that calls a function with the argument. Return once it has ended and everything it started is gone.
+    """Fork a process that calls a function with the argument. Return once it has ended and everything it started is
+    gone.
 
-    function: MODULE:FUNCTION, as in a Task. The process has a server of its own. It sees what run_tree()'s command sees, but
-    the kernel shows the server's environment for it. Raise SupervisorKilled, ServerGone.
+    function: MODULE:FUNCTION, as in a Task. The process has a server of its own. It sees what run_tree()'s command
+    sees, but the kernel shows the server's environment for it. Raise SupervisorKilled, ServerGone.
     """
     before = processes.descendants()
 

@@ -1,7 +1,7 @@
 """Where compiled kernels are kept between runs: in the Python environment, one folder for each set of versions.
 
-Triton, inductor, DeepGEMM and others compile kernels at their first use, for seconds to minutes, and keep them in folders
-for temporary files or in the home. A run has a folder for temporary files of its own, so there they would be lost.
+Triton, inductor, DeepGEMM and others compile kernels at their first use, for seconds to minutes, and keep them in
+folders for temporary files or in the home. A run's temporary folder is deleted with it, so they are kept elsewhere.
 """
 
 import os

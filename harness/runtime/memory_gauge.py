@@ -29,7 +29,8 @@ class MemoryGauge:
     """The GPU of this rank's engine rank: the same one, or another with parallel.colocate = false."""
     _elsewhere: int = 0
     _open: list[dict[str, int]] = field(default_factory=list)
-    """For each phase that has begun: before, and peak and peak_reserved so far. Phases nest, and CUDA counts one peak only."""
+    """For each phase that has begun: before, and peak and peak_reserved so far. Phases nest, and CUDA counts one peak
+    only."""
 
     def __post_init__(self) -> None:
         if self.device is not None:

@@ -2,8 +2,8 @@
 
 A pid alone does not name a process for long, because the kernel reuses it. psutil.Process compares start times too.
 
-run_tree() runs a command and leaves nothing of it behind. It starts this file as a script, the supervisor, so this file must
-not import anything of harness. forked_tree.py does the same with a supervisor and a program that are forked.
+run_tree() runs a command and leaves nothing of it behind. It starts this file as a script, the supervisor, so this file
+must not import anything of harness. forked_tree.py does the same with a supervisor and a program that are forked.
 """
 
 import ctypes
@@ -43,8 +43,8 @@ CANNOT_START = 127
 TREE = "HARNESS_TREE"
 """Variable by which run_tree() finds the processes of a command whose supervisor was killed."""
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that a supervisor ignores. Ctrl-C is for the process that called run_tree(). A scheduler of SGLang that fails sends
-SIGQUIT to its parent, and the parent of an orphan is the supervisor."""
+"""Signals that a supervisor ignores. Ctrl-C is for the process that called run_tree(). A scheduler of SGLang that fails
+sends SIGQUIT to its parent, and the parent of an orphan is the supervisor."""
 
 _SHARED_MEMORY = "/dev/shm"
 _STATE, _START, _EXIT_CODE = 0, 19, 49  # fields of /proc/PID/stat, counted from 0 after the name
@@ -56,8 +56,8 @@ _TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 _AT_FDCWD, _STATX_BTIME, _STATX_BYTES, _STATX_BTIME_OFFSET = -100, 0x800, 256, 0x50  # of statx(2)
 _PRCTL = {"PR_SET_PDEATHSIG": 1, "PR_SET_TIMERSLACK": 29, "PR_SET_CHILD_SUBREAPER": 36}
 """Linux's numbers, from <sys/prctl.h>."""
-# From <linux/pidfd.h> of Linux 6.15: the request, its flag for the exit code, and struct pidfd_info, whose first field has
-# the flags and whose last one has the code. The request's number contains the size of the structure.
+# From <linux/pidfd.h> of Linux 6.15: the request, its flag for the exit code, and struct pidfd_info, whose first field
+# has the flags and whose last one has the code. The request's number contains the size of the structure.
 _PIDFD_INFO_EXIT, _PIDFD_INFO = 1 << 3, struct.Struct("QQ11Ii")
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
@@ -92,7 +92,8 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def wait_status(pid: int) -> int | None:
-    """Return the status that waitpid() gives for a zombie, without waiting for it; None if it is alive, or has been reaped.
+    """Return the status that waitpid() gives for a zombie, without waiting for it; None if it is alive, or has been
+    reaped.
 
     waitpid() itself gives nothing while other threads of the process are still ending.
     """
@@ -220,9 +221,10 @@ def _shared_files() -> set[tuple[str, int]]:
 def _made_by(pids: Iterable[int]) -> set[Path]:
     """Return the files in /dev/shm that these processes use and that are younger than one of those that use them.
 
-    Any other is somebody else's, such as a model that a user keeps there. Both times are known up to a tick of the kernel;
-    a file that was made in the same tick is the process's own if it writes to it. If the clock has been set since this
-    process began, it is not known which is younger: then none counts, because a file that stays is the smaller harm.
+    Any other is somebody else's, such as a model that a user keeps there. Both times are known up to a tick of the
+    kernel; a file that was made in the same tick is the process's own if it writes to it. If the clock has been set
+    since this process began, it is not known which is younger: then none counts, because a file that stays is the
+    smaller harm.
     """
     if abs(_booted() - _BOOTED) > 2 * _TICK_SECONDS:
         return set()
@@ -249,7 +251,9 @@ def _born_at(file: Path) -> float:
 
 
 def start_time(pid: int) -> float:
-    """Return when the process was started, in UNIX seconds, up to a tick too early. Raise ValueError if it has ended."""
+    """Return when the process was started, in UNIX seconds, up to a tick too early. Raise ValueError if it has
+    ended.
+    """
     if not (fields := stat_fields(pid)):
         raise ValueError(f"process {pid} has ended")
     return _booted() + int(fields[_START]) * _TICK_SECONDS
@@ -266,8 +270,8 @@ _BOOTED = _booted()
 def _used_by(pids: Iterable[int], for_writing: bool = False) -> set[int]:
     """Return the inodes of the files in /dev/shm that these processes map or have open, as far as we may read that.
 
-    Not names: sem_open() makes a semaphore under another name than it then gives it. Not psutil's memory_maps(), which adds
-    up every page.
+    Not names: sem_open() makes a semaphore under another name than it then gives it. Not psutil's memory_maps(), which
+    adds up every page.
     """
     used, mapped = set(), _MAPPED_FOR_WRITING if for_writing else _MAPPED
     for pid in pids:
@@ -285,7 +289,8 @@ def _used_by(pids: Iterable[int], for_writing: bool = False) -> set[int]:
 class SharedFiles:
     """The files in /dev/shm, as (name, inode), that appear from now on and that our processes use.
 
-    They must be noted while the processes live: a process that is killed removes nothing, and then nobody knows what it used.
+    They must be noted while the processes live: a process that is killed removes nothing, and then nobody knows what it
+    used.
     """
 
     ours: set[tuple[str, int]] = field(default_factory=set)
@@ -339,9 +344,9 @@ def run_tree(
 ) -> Ended:
     """Run the command with both its streams in `output`. Return once it has ended and everything it started is gone.
 
-    timeout: in seconds, 0 for none. After it the command's Python stacks are printed, it gets SIGTERM, and SIGKILL after
-    `grace` seconds. inherit: descriptors (of locks) that stay open until the tree is gone, even if this process dies first.
-    tick: called twice a second; what it raises ends the command. Raise SupervisorKilled, OSError.
+    timeout: in seconds, 0 for none. After it the command's Python stacks are printed, it gets SIGTERM, and SIGKILL
+    after `grace` seconds. inherit: descriptors (of locks) that stay open until the tree is gone, even if this process
+    dies first. tick: called twice a second; what it raises ends the command. Raise SupervisorKilled, OSError.
     """
 
     def start(environment: Mapping[str, str], stdin: int, result: int) -> subprocess.Popen[bytes]:
@@ -401,7 +406,9 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def wake_on_time() -> None:
-    """Have the kernel end this thread's timed waits when they are due. By default it may add 0.05 ms to each, the timer slack."""
+    """Have the kernel end this thread's timed waits when they are due. By default it may add 0.05 ms to each, the timer
+    slack.
+    """
     _prctl("PR_SET_TIMERSLACK", 1)  # ns
 
 

@@ -13,13 +13,14 @@ from typing import Any
 SECRET_WORD = re.compile(
     r"(KEY|TOKEN|SECRETS?|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|AUTH|AUTHORIZATION|COOKIE|BEARER)$", re.IGNORECASE
 )
-"""The end of a word of a name, as in HF_TOKEN, SGLANG_S3_SECRET_ACCESS_KEY and WANDB_APIKEY. Not TOKENIZERS_PARALLELISM."""
+"""The end of a word of a name, as in HF_TOKEN, SGLANG_S3_SECRET_ACCESS_KEY and WANDB_APIKEY. Not
+TOKENIZERS_PARALLELISM."""
 HARMLESS = re.compile(r"|none|null|true|false|yes|no|on|off|-?\d{1,6}(\.\d+)?", re.IGNORECASE)
 """Values that are not secrets whatever the name, as in SGLANG_MAX_TOKEN=4096 and api_key=None."""
 MARK = re.compile(r"\[redacted [0-9a-f]{4}\]")
 """What mark() returns, so that redacting twice changes nothing."""
-# The text may come from anyone and be one word of many megabytes, so each pattern below takes time in proportion to it: no
-# pattern scans a run of letters again from each of its places, and possessive quantifiers (++) keep what they took.
+# The text may come from anyone and be one word of many megabytes, so each pattern below takes time in proportion to it:
+# no pattern scans a run of letters again from each of its places, and possessive quantifiers (++) keep what they took.
 SHAPES = re.compile(
     r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abp]-[\w-]{10,}|(AKIA|ASIA)[0-9A-Z]{16}"
     r"|(?<![\w-])eyJ[\w-]{10,}+\.eyJ[\w-]{10,}+\.[\w-]+)|(?<=\bBearer )[\w.~+/=-]{8,}"
@@ -64,7 +65,9 @@ def variables(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def values(given: Any, name: str = "") -> Any:
-    """Return a value of a config, and all that is in it, as it may be written. Tables stay tables, and lists stay lists."""
+    """Return a value of a config, and all that is in it, as it may be written. Tables stay tables, and lists stay
+    lists.
+    """
     if isinstance(given, Mapping):
         return {key: values(each, key) for key, each in given.items()}
     if isinstance(given, list | tuple):

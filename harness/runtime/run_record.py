@@ -1,4 +1,6 @@
-"""metrics.jsonl: a row for each step, with seconds, throughput and memory of its phases; and how long the start took."""
+"""metrics.jsonl: a row for each step, with seconds, throughput and memory of its phases; and how long the start
+took.
+"""
 
 import json
 import sys
@@ -13,7 +15,8 @@ from harness.runtime import clock
 from harness.runtime.units import MIB
 
 SUMMARIZED = ("log_prob_difference_", "sync_", "seconds/verify_")
-"""Prefixes of the metrics that stay in memory for the verdict and the report. A run may be long: the file has the others."""
+"""Prefixes of the metrics that stay in memory for the verdict and the report. A run may be long: the file has the
+others."""
 FIGURES = ("rss", "used", "reserved", "engine", "free", "peak", "peak_reserved")
 
 Metrics = dict[str, float]
@@ -105,7 +108,9 @@ def phase_seconds(phases: Phases) -> Metrics:
 
 
 def throughput(tokens: Mapping[str, float], step_seconds: float, phases: Phases) -> Metrics:
-    """Return tokens_per_second/PHASE: tokens of all ranks over the slowest rank's seconds; and tokens_per_second/step."""
+    """Return tokens_per_second/PHASE: tokens of all ranks over the slowest rank's seconds; and
+    tokens_per_second/step.
+    """
     seconds = {phase: max(each["seconds"] for each in ranks) for phase, ranks in phases.items()} | {
         "step": step_seconds
     }
@@ -115,9 +120,9 @@ def throughput(tokens: Mapping[str, float], step_seconds: float, phases: Phases)
 def memory(phases: Phases) -> dict[str, Any]:
     """Return the memory figures of a step, in bytes.
 
-    memory/PHASE/FIGURE is the largest over the ranks at the end of the phase (for "free": the smallest). memory/max_* is
-    the largest of all phases. memory/end is what is in use at the end of the step, on the GPU, or on a host without one.
-    memory/ranks_mib has every rank's figures in MiB.
+    memory/PHASE/FIGURE is the largest over the ranks at the end of the phase (for "free": the smallest). memory/max_*
+    is the largest of all phases. memory/end is what is in use at the end of the step, on the GPU, or on a host without
+    one. memory/ranks_mib has every rank's figures in MiB.
     """
     metrics: dict[str, Any] = {}
     compact: dict[str, dict[str, list[int]]] = {}

@@ -17,7 +17,8 @@ import psutil
 from harness.runtime.files import is_own_folder
 
 SHARED = "HARNESS_TMPDIR"
-"""Environment variable with the folder for temporary files from before the run made its own, the same for a whole host."""
+"""Environment variable with the folder for temporary files from before the run made its own, the same for a whole
+host."""
 LONGEST_SOCKET = 107
 """The most bytes that the path of a Unix socket can have, without its final zero."""
 OF_ENGINE = len("/e12345678/torch-shm-dir-123456/manager.sock")
@@ -69,8 +70,8 @@ def remove_run_folders(name: str) -> None:
 def variables(folder: Path) -> Mapping[str, str]:
     """Return the environment of a process that makes its temporary files there.
 
-    Compiled kernels stay where torch keeps them, because later runs use them again. torch runs what it finds there, so a
-    folder that somebody else made under this name is not used.
+    Compiled kernels stay where torch keeps them, because later runs use them again. torch runs what it finds there, so
+    a folder that somebody else made under this name is not used.
     """
     cache = shared() / f"torchinductor_{psutil.Process().username()}"  # torch's own default
     with suppress(OSError):  # it exists, or cannot be made
@@ -84,7 +85,9 @@ def variables(folder: Path) -> Mapping[str, str]:
 
 
 def base_for(below: int, base: str | None = None) -> str:
-    """Return the folder for temporary files, or /tmp if that is too long for a socket whose path has this many more bytes."""
+    """Return the folder for temporary files, or /tmp if that is too long for a socket whose path has this many more
+    bytes.
+    """
     base = base or tempfile.gettempdir()
     return base if len(os.fsencode(base)) + below <= LONGEST_SOCKET else "/tmp"
 

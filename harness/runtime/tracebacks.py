@@ -1,8 +1,8 @@
 """Read tracebacks in a log, whoever wrote it.
 
-The log may be shared by many processes, whose lines then alternate. What tells them apart is the prefix that a launcher or
-a logger puts before each line ("[rank0]: ", "(WorkerDict pid=12) ", "[2026-11-20 22:04:42 TP1] "). Some loggers put it
-before the first line of a traceback only, so a line without a prefix continues the traceback that was opened last.
+The log may be shared by many processes, whose lines then alternate. What tells them apart is the prefix that a launcher
+or a logger puts before each line ("[rank0]: ", "(WorkerDict pid=12) ", "[2026-11-20 22:04:42 TP1] "). Some loggers put
+it before the first line of a traceback only, so a line without a prefix continues the traceback that was opened last.
 
     for found in tracebacks_in(log_lines(text)):
         print(found.process, found.exception, found.frames[-1:])
@@ -176,13 +176,17 @@ def tracebacks_in(lines: Iterable[LogLine]) -> Iterator[Traceback]:
 
 
 def first_cause(found: Iterable[Traceback]) -> Traceback | None:
-    """Return the first exception or crash that may have ended a process, an exception group only if there is nothing else."""
+    """Return the first exception or crash that may have ended a process, an exception group only if there is nothing
+    else.
+    """
     named = [each for each in found if each.exception and not each.is_ignored and not _is_of_resource_tracker(each)]
     return min(named, key=lambda each: (bool(_GROUP.search(each.exception)), each.ends), default=None)
 
 
 def _is_of_resource_tracker(found: Traceback) -> bool:
-    """Return whether multiprocessing's resource tracker printed it, which then goes on: KeyError for a name it lacks."""
+    """Return whether multiprocessing's resource tracker printed it, which then goes on: KeyError for a name it
+    lacks.
+    """
     return (
         bool(found.frames) and found.frames[-1].file.endswith(_RESOURCE_TRACKER) and found.frames[-1].function == "main"
     )

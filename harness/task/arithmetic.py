@@ -27,8 +27,8 @@ STORIES = [
 def make_problems(count: int, seed: int) -> list[dict[str, str]]:
     """Return problems {"question", "answer"}. An answer is a worked line and a line "#### N" with N >= 0.
 
-    The same seed gives the same problems, and a smaller count the first of them. Operands and quotients are below 10, so a
-    problem may repeat.
+    The same seed gives the same problems, and a smaller count the first of them. Operands and quotients are below 10,
+    so a problem may repeat.
     """
     rng = random.Random(seed)
     return [_problem(rng) for _ in range(count)]

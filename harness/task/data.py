@@ -53,13 +53,13 @@ class Prompt:
 def load_rows(sources: Sequence[str], split: str, rows: int = 0, seed: int = -1) -> list[Row]:
     """Load the first `rows` rows (0: all) of a split, from all sources one after the other.
 
-    With a seed of at least 0 the rows are drawn from all of them instead: the rows that verl 0.6 and newer draws with this
-    data.seed (verl/utils/dataset/rl_dataset.py).
+    With a seed of at least 0 the rows are drawn from all of them instead: the rows that verl 0.6 and newer draws with
+    this data.seed (verl/utils/dataset/rl_dataset.py).
 
-    A source is "arithmetic", a folder with SPLIT.jsonl or SPLIT.parquet, one such file (whatever the split), or a hub id. A row
-    has verl's fields (prompt, a list of messages; reward_model.ground_truth; data_source), or the texts question and answer.
-    Raise ValueError for a source or split that is not there, for a split without rows, for a row with a wrong field (with file,
-    line and field), and for a hub that does not answer.
+    A source is "arithmetic", a folder with SPLIT.jsonl or SPLIT.parquet, one such file (whatever the split), or a hub
+    id. A row has verl's fields (prompt, a list of messages; reward_model.ground_truth; data_source), or the texts
+    question and answer. Raise ValueError for a source or split that is not there, for a split without rows, for a row
+    with a wrong field (with file, line and field), and for a hub that does not answer.
     """
     records = (
         (record, where, source if source != "arithmetic" and is_hub_id(source) else "")
@@ -95,8 +95,8 @@ def tokenize_prompts(
 ) -> list[Prompt]:
     """Return one prompt for each row, in order, with at most max_prompt_tokens tokens, special tokens included.
 
-    long_prompts: "filter" leaves longer prompts out, "error" raises ValueError for the first. Raise ValueError if no prompt is
-    left, or if a row has messages and the tokenizer has no chat template that takes them.
+    long_prompts: "filter" leaves longer prompts out, "error" raises ValueError for the first. Raise ValueError if no
+    prompt is left, or if a row has messages and the tokenizer has no chat template that takes them.
     """
     prompts = []
     for index, row in enumerate(rows):
@@ -124,8 +124,8 @@ def tokenize_prompts(
 class PromptSampler:
     """The prompts of each step: a function of seed and step, so the same on every rank and after a restart.
 
-    Each epoch is a new shuffle, cut into steps. A rest that is shorter than a step is dropped, so that no step has a prompt
-    twice: GRPO compares the responses to one prompt with each other.
+    Each epoch is a new shuffle, cut into steps. A rest that is shorter than a step is dropped, so that no step has a
+    prompt twice: GRPO compares the responses to one prompt with each other.
     """
 
     prompts: list[Prompt]

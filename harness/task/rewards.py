@@ -21,8 +21,8 @@ MakeReward = Callable[[Iterable["Row"]], Reward]
 """(rows that it will score) -> the reward. Raises ValueError if it cannot score one of them."""
 
 _MARK = "####"
-# A response may be one character many thousand times, so these take time in proportion to its length: the first is matched
-# with the text backwards, from its end, and possessive quantifiers (*+) keep what they took.
+# A response may be one character many thousand times, so these take time in proportion to its length: the first is
+# matched with the text backwards, from its end, and possessive quantifiers (*+) keep what they took.
 _MARKS_AT_THE_END = re.compile(rf"\s*+(?:{_MARK}\s*+)*+")
 _CURRENCY = "[$\u20ac\u00a3\u00a5\u20b9]"
 _SIGN = "[-+\u2212]"
@@ -37,12 +37,13 @@ _CONTINUES = re.compile(r"[.,][0-9]|[eE][-+]?[0-9]|[ \t]*+(?:[-+\u2212*/^:=][ \t
 def extract_answer(text: str) -> Decimal | None:
     """Return the number right after the last `####` that has text after it, or None if it is missing or ambiguous.
 
-    Accepted: a sign, a currency sign, thousands in groups of three, decimals (also ".5"), and any unit after the number, with or
-    without a space: "$1,234.50", "-$3", "+7", "12 apples", "50%" (as 50), "5.". The first line with text after the mark counts.
+    Accepted: a sign, a currency sign, thousands in groups of three, decimals (also ".5"), and any unit after the
+    number, with or without a space: "$1,234.50", "-$3", "+7", "12 apples", "50%" (as 50), "5.". The first line with
+    text after the mark counts.
 
     Refused, because taking the first number would be wrong: "1,23" and "0,123" (a decimal comma, or a wrong grouping),
-    "1.2.3", "1e3" (GSM8K has no exponents), "1/2", "3-4", "3 + 4", "12:30", "5 000". Words before the number are refused too:
-    "#### about 5".
+    "1.2.3", "1e3" (GSM8K has no exponents), "1/2", "3-4", "3 + 4", "12:30", "5 000". Words before the number are
+    refused too: "#### about 5".
     """
     _, mark, tail = _MARKS_AT_THE_END.sub("", text[::-1], count=1)[::-1].rpartition(_MARK)
     line = tail.lstrip().partition("\n")[0] if mark else ""
@@ -61,7 +62,8 @@ def gsm8k_reward(response: str, ground_truth: Any) -> float:
 
 
 def gsm8k_strict_reward(response: str, ground_truth: Any) -> float:
-    """Return verl's strict score: 1.0 if the last "#### N" is the ground truth, character by character except for commas.
+    """Return verl's strict score: 1.0 if the last "#### N" is the ground truth, character by character except for
+    commas.
 
     The rule of verl/utils/reward_score/gsm8k.py: one space after the mark, in the last 300 characters; "5." is not "5".
     """

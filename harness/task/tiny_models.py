@@ -38,9 +38,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 _MAX_POSITIONS = 2048
-# A pair is the value on the CPU and on CUDA. Heads, key-value heads, experts and intermediate sizes divide by tp up to 4.
-# On CUDA head_dim and the MLA sizes are real ones, since attention kernels are specialised for them. initializer_range is
-# about 0.8 / sqrt(hidden_size): logits of standard deviation near 1, neither flat nor so peaked that nothing is explored.
+# A pair is the value on the CPU and on CUDA. Heads, key-value heads, experts and intermediate sizes divide by tp up to
+# 4. On CUDA head_dim and the MLA sizes are real ones, since attention kernels are specialised for them.
+# initializer_range is about 0.8 / sqrt(hidden_size): logits of standard deviation near 1, neither flat nor so peaked
+# that nothing is explored.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": _MAX_POSITIONS,
@@ -111,9 +112,11 @@ def tiny_fields(name: str, device: Device) -> dict[str, Any]:
 
 
 def tiny_config(name: str, device: Device = "cpu", overrides: Overrides | None = None) -> PretrainedConfig:
-    """Return the transformers config of tiny model `name`, one of ARCHITECTURES, with the fields in `overrides` replaced.
+    """Return the transformers config of tiny model `name`, one of ARCHITECTURES, with the fields in `overrides`
+    replaced.
 
-    Raise ValueError for values that transformers refuses. It takes fields that it does not know: the preflight does not.
+    Raise ValueError for values that transformers refuses. It takes fields that it does not know: the preflight does
+    not.
     """
     make_transformers_importable()
     import transformers
@@ -128,11 +131,11 @@ def tiny_config(name: str, device: Device = "cpu", overrides: Overrides | None =
 def tiny_model(config: PretrainedConfig, seed: int, dtype: str = "float32") -> PreTrainedModel:
     """Make a random model on the CPU, the same for the same seed; torch's global generator is left as it was.
 
-    Norms and biases are moved away from 1 and 0 by normal(0, 0.1), so that a tensor that does not arrive shows.
-    A correction bias stays float32 whatever the dtype, as routers need it: near 0 for the first expert of each group,
-    near -1 for the others. Sigmoid scores lie in (0, 1), so the second best expert of the chosen group scores below 0. A
-    router that masks the other groups with 0 instead of -inf (transformers#45440) then picks from them; a zero bias would
-    hide it.
+    Norms and biases are moved away from 1 and 0 by normal(0, 0.1), so that a tensor that does not arrive shows. A
+    correction bias stays float32 whatever the dtype, as routers need it: near 0 for the first expert of each group,
+    near -1 for the others. Sigmoid scores lie in (0, 1), so the second best expert of the chosen group scores below 0.
+    A router that masks the other groups with 0 instead of -inf (transformers#45440) then picks from them; a zero bias
+    would hide it.
     """
     import torch
 
@@ -167,15 +170,15 @@ def save_tiny_model(
 ) -> Path:
     """Write config.json, model.safetensors and a tokenizer trained on `texts`; return the folder.
 
-    Without `weights` no model is made, however large, and model.safetensors is left out. `dtype` is one of schema.Dtype;
-    `device` is where it will run and chooses the sizes, the model is made on the CPU. The same arguments give the same
-    bytes (under one version of transformers).
+    Without `weights` no model is made, however large, and model.safetensors is left out. `dtype` is one of
+    schema.Dtype; `device` is where it will run and chooses the sizes, the model is made on the CPU. The same arguments
+    give the same bytes (under one version of transformers).
     """
     config = tiny_config(name, device, overrides)
     tokenizer = train_tokenizer(texts, config.vocab_size)
     if weights:
-        # The first rank of each host saves the model there. Once torch.distributed is initialized, transformers 5.19 lets only
-        # rank 0 save, which on other hosts would leave an empty folder.
+        # The first rank of each host saves the model there. Once torch.distributed is initialized, transformers 5.19
+        # lets only rank 0 save, which on other hosts would leave an empty folder.
         with patch("torch.distributed.is_initialized", return_value=False):
             tiny_model(config, seed, dtype).save_pretrained(folder)
         add_mtp_layer(Path(folder) / "model.safetensors", config, seed)
@@ -188,8 +191,8 @@ def save_tiny_model(
 def add_mtp_layer(file: Path, config: PretrainedConfig, seed: int) -> None:
     """Add the layers for multi-token prediction that num_nextn_predict_layers asks for; transformers' model has none.
 
-    They have the names and shapes of DeepSeek-V3's checkpoint: the tensors of the last decoder layer moved by normal(0, 0.01), the
-    model's embedding and head again, and what joins a token's embedding with the hidden state before it.
+    They have the names and shapes of DeepSeek-V3's checkpoint: the tensors of the last decoder layer moved by normal(0,
+    0.01), the model's embedding and head again, and what joins a token's embedding with the hidden state before it.
     """
     count = getattr(config, "num_nextn_predict_layers", None) or 0
     if not count:
@@ -231,10 +234,10 @@ def save_config(config: PretrainedConfig, folder: str | Path, dtype: str) -> Non
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of exactly `vocab_size` tokens: <pad> is 0, <eos> is 1, then 256 bytes, then merges.
 
-    Any text encodes, and decodes back. Each digit is a token of its own. Where `texts` give too few merges,
-    special tokens <unused0>, <unused1>, ... fill up, so that every id a model samples is a token. Its chat template writes
-    "role: content" lines.
-    The same texts give the same tokenizer. Raise ValueError if vocab_size is too small for the bytes.
+    Any text encodes, and decodes back. Each digit is a token of its own. Where `texts` give too few merges, special
+    tokens <unused0>, <unused1>, ... fill up, so that every id a model samples is a token. Its chat template writes
+    "role: content" lines. The same texts give the same tokenizer. Raise ValueError if vocab_size is too small for the
+    bytes.
     """
     if vocab_size < 258:
         raise ValueError(f"vocab_size must be at least 258, for {PAD}, {EOS} and every byte, got {vocab_size}")

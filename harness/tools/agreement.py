@@ -1,4 +1,6 @@
-"""Check that all ranks of a run have the same config, and the same variables that change what torch, NCCL and SGLang do."""
+"""Check that all ranks of a run have the same config, and the same variables that change what torch, NCCL and SGLang
+do.
+"""
 
 import os
 from collections.abc import Mapping

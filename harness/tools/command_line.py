@@ -1,7 +1,7 @@
 """Read command lines with only the standard library, because --help must work on a Python that has nothing else.
 
-`parse` reads the command line of a run: TOML files, --section.key VALUE, and the options in RunOptions. `read_options` reads
-the options of any other script: they are the fields of a dataclass, and the text below a field is its help.
+`parse` reads the command line of a run: TOML files, --section.key VALUE, and the options in RunOptions. `read_options`
+reads the options of any other script: they are the fields of a dataclass, and the text below a field is its help.
 """
 
 import argparse
@@ -172,7 +172,9 @@ def _key_help(config: Config, key: str, first_sentence: bool = False) -> str:
 
 
 def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
-    """Call main and exit with what it returns; print no traceback when the reader of a pipe is gone, as in `... | head`."""
+    """Call main and exit with what it returns; print no traceback when the reader of a pipe is gone, as in `... |
+    head`.
+    """
     try:
         try:
             code: int | str | None = main(*arguments)

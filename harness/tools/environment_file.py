@@ -44,7 +44,9 @@ class EnvironmentFile(Observer):
 
 
 def command() -> str:
-    """Return the shell command that started this rank, without secrets: torchrun's if torchrun did, else the rank's own."""
+    """Return the shell command that started this rank, without secrets: torchrun's if torchrun did, else the rank's
+    own.
+    """
     parent = psutil.Process().parent()
     words = parent.cmdline() if parent else []
     is_torchrun = any(

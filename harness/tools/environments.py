@@ -3,16 +3,17 @@
     python3 harness/tools/environments.py [--tests]
 
 The file is one of configs/environments: the one that HARNESS_ENVIRONMENT names, else the one that the folder already
-holds, else `cuda-torch2.11` on a machine with an NVIDIA GPU and `cpu` on any other. The folder is .venv in the checkout,
-or the one that HARNESS_VENV names; HARNESS_VENV=none uses the Python that runs this script.
+holds, else `cuda-torch2.11` on a machine with an NVIDIA GPU and `cpu` on any other. The folder is .venv in the
+checkout, or the one that HARNESS_VENV names; HARNESS_VENV=none uses the Python that runs this script.
 
 Only the standard library is imported, so any Python 3.11 or newer can start here: it makes a virtual environment, pip
-installs uv there, and uv installs the rest. uv's own lock file is not used, because it fixes one build of torch together
-with the address it came from. CPU builds of torch are not on PyPI, so a lock would either bring the CUDA build with 5 GB of
-libraries to every machine, or depend on an index that not every machine can reach. A pin file says torch==2.13.0 and leaves
-the build to what is within reach.
+installs uv there, and uv installs the rest. uv's own lock file is not used, because it fixes one build of torch
+together with the address it came from. CPU builds of torch are not on PyPI, so a lock would either bring the CUDA build
+with 5 GB of libraries to every machine, or depend on an index that not every machine can reach. A pin file says
+torch==2.13.0 and leaves the build to what is within reach.
 
-Exit codes: 0 the environment is ready, 2 the command line or the Python is wrong, 125 it cannot be made on this machine.
+Exit codes: 0 the environment is ready, 2 the command line or the Python is wrong, 125 it cannot be made on this
+machine.
 """
 
 from __future__ import annotations
@@ -100,9 +101,9 @@ def torchrun(python: Path) -> list[str]:
 def ensure(*, tests: bool = False, run_here: bool = True) -> Path:
     """Return the interpreter of an environment that has what the pin files say, after installing what is missing.
 
-    tests: also install tests.txt. run_here: whether it is for this machine, and not only made here. Nothing in the folder
-    is ever deleted: newer pins are installed over older ones, other packages and files stay, and an environment of another
-    Python is used as it is. Raises Unusable.
+    tests: also install tests.txt. run_here: whether it is for this machine, and not only made here. Nothing in the
+    folder is ever deleted: newer pins are installed over older ones, other packages and files stay, and an environment
+    of another Python is used as it is. Raises Unusable.
     """
     if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is may run this
         found = ".".join(map(str, sys.version_info[:3]))
@@ -258,7 +259,9 @@ def _install_cpu_torch(install: list[str], base: Path, again: list[str]) -> None
 
 
 def cpu_torch(install: list[str], pin: str) -> list[str]:
-    """Return arguments of the uv command `install` for the CPU build of a pinned torch; none if it is not within reach."""
+    """Return arguments of the uv command `install` for the CPU build of a pinned torch; none if it is not within
+    reach.
+    """
     environment = {**uv_environment(), "UV_HTTP_TIMEOUT": "15", "UV_HTTP_RETRIES": "0"}
     for extra in ([], ["--torch-backend", "cpu"]):
         arguments = [*extra, "--no-deps", f"{pin}+cpu"]
@@ -268,7 +271,8 @@ def cpu_torch(install: list[str], pin: str) -> list[str]:
 
 
 def uv_sources(pip_config: str) -> list[str]:
-    """Return uv's arguments for the package sources that `pip config list` prints; uv does not read pip's configuration.
+    """Return uv's arguments for the package sources that `pip config list` prints; uv does not read pip's
+    configuration.
 
     pip considers every index and link at once, and so does uv with this setting.
     """
@@ -302,7 +306,8 @@ def _this_interpreter(packages: tuple[str, ...]) -> Path:
 
 def _run(command: list[str], purpose: str) -> None:
     """Run a command, with a line every 10 s, and its output if it fails. Raises Unusable(125) if it fails."""
-    # Not runtime/processes.run_tree: this script runs before harness can be imported, and pip and uv leave no process behind.
+    # Not runtime/processes.run_tree: this script runs before harness can be imported, and pip and uv leave no process
+    # behind.
     started = time.monotonic()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=uv_environment()) as process:

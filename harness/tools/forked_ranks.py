@@ -1,4 +1,6 @@
-"""Run torchrun so that the imports of this host's ranks begin at once, and are made only once where they can be shared."""
+"""Run torchrun so that the imports of this host's ranks begin at once, and are made only once where they can be
+shared.
+"""
 
 import math
 import os
@@ -33,7 +35,9 @@ class ForkedRank(ForkedChild):
     def __init__(
         self, server: ForkServer, words: Sequence[str], environment: Mapping[str, str], output: Any, error: Any
     ):
-        """Fork a rank that runs a script. words: the script and its arguments. output, error: files, or None for ours."""
+        """Fork a rank that runs a script. words: the script and its arguments. output, error: files, or None for
+        ours.
+        """
         streams = [0, output.fileno() if output else 1, error.fileno() if error else 2]
         script = os.fsencode("\0".join(words))
         task = Task(f"{__name__}:run_script", script, environment, new_session=True, gets_server=True)
@@ -42,8 +46,8 @@ class ForkedRank(ForkedChild):
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code once the rank has ended. Raise TimeoutExpired.
 
-        Look now and then, as subprocess does. A rank that is waited for at the moment of its end has been forgotten by the
-        kernel before the watchdog sees how it ended.
+        Look now and then, as subprocess does. A rank that is waited for at the moment of its end has been forgotten by
+        the kernel before the watchdog sees how it ended.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -113,8 +117,8 @@ def run_torchrun() -> None:
             if not why:
                 return ForkedRank(server, script, environment, self._stdout, self._stderr)
         except ServerGone as error:
-            # Without the exception's words: a rank that needs the import shows them, and in the log of any other they would
-            # be taken for a failure.
+            # Without the exception's words: a rank that needs the import shows them, and in the log of any other they
+            # would be taken for a failure.
             why = str(error).partition(":")[0]
         print(f"local rank {self.local_rank_id} starts as torchrun starts it: {why}", file=sys.stderr, flush=True)
         return start_python(self, tuple(words), environment)
@@ -124,7 +128,9 @@ def run_torchrun() -> None:
 
 
 def start_ranks_server() -> ForkServer:
-    """Start the process from which all ranks of a host without a GPU are forked, with all that they and their engines need."""
+    """Start the process from which all ranks of a host without a GPU are forked, with all that they and their engines
+    need.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     os.environ.update({name: value for name, value in CPU_MODE.items() if name != "OMP_NUM_THREADS"})
     os.environ.update(kernel_caches.variables(os.environ))
@@ -136,8 +142,8 @@ def start_ranks_server() -> ForkServer:
 def start_ranks_early(words: Sequence[str]) -> list[ForkServer]:
     """Start a process for each rank of one of JOBS, if this host runs them all; none if torchrun is to start them.
 
-    words: torchrun's arguments. An import of SGLang initializes CUDA, which a forked process cannot use. So each process
-    becomes the rank itself, and those that will build an engine start its processes first.
+    words: torchrun's arguments. An import of SGLang initializes CUDA, which a forked process cannot use. So each
+    process becomes the rank itself, and those that will build an engine start its processes first.
     """
     ranks, script = ranks_and_script(words)
     if not ranks or not script or Path(script[0]).resolve() not in JOBS:

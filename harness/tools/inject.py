@@ -98,7 +98,9 @@ class Injector(Observer):
         time.sleep(1 << 30)
 
     def _oom(self, fault: Fault) -> None:
-        """Take all memory: on a GPU what is free; on a CPU up to a limit for this process, so that the kernel kills no other."""
+        """Take all memory: on a GPU what is free; on a CPU up to a limit for this process, so that the kernel kills no
+        other.
+        """
         if torch.cuda.is_initialized():
             free, _ = torch.cuda.mem_get_info()
             self._held.append(torch.empty(max(0, free - CHUNK_BYTES), dtype=torch.uint8, device="cuda"))
@@ -153,7 +155,9 @@ class Injector(Observer):
         self._undo.append(lambda: sent.__setitem__(name, tensor))
 
     def _dropped_bucket(self, fault: Fault) -> None:
-        """Send zeros for this rank's rows of the last bucket, in every sync, so that a search for the cause finds it again."""
+        """Send zeros for this rank's rows of the last bucket, in every sync, so that a search for the cause finds it
+        again.
+        """
         sync = self.parts["sync"]
         real = sync.transport
 
@@ -179,7 +183,9 @@ class Injector(Observer):
 
 
 class LateRank(Observer):
-    """Delays a rank at the start of a phase. Runs before the watchdog observes, which must not know of the phase yet."""
+    """Delays a rank at the start of a phase. Runs before the watchdog observes, which must not know of the phase
+    yet.
+    """
 
     def __init__(self, injector: Injector) -> None:
         self.injector = injector

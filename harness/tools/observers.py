@@ -47,8 +47,8 @@ class ReportWriter(Observer):
 def standard_observers(config: Config) -> list[Observer]:
     """Return the observers that write and show, the watchdog, and those for injected faults and emulated hosts, if any.
 
-    Their order matters at the start of a phase. LateRank comes before the watchdog, which must not know of the phase yet.
-    Other faults come after it, so that a rank that is about to be killed has reported its phase.
+    Their order matters at the start of a phase. LateRank comes before the watchdog, which must not know of the phase
+    yet. Other faults come after it, so that a rank that is about to be killed has reported its phase.
     """
     watchdog = WatchdogObserver()
     path = os.environ.get(PHASE_SOCKET)

@@ -1,8 +1,9 @@
-"""Find mistakes before any rank starts: collect the facts that can be known without other ranks, and resolve the config.
+"""Find mistakes before any rank starts: collect the facts that can be known without other ranks, and resolve the
+config.
 
 --check, --dry-run and the quickstart use it, and so does the first rank of each host before it imports torch. It reads
-config.json, rows and the source of installed packages without importing them. Resolved.not_checked names what it could not
-read; a file that is there but broken raises ConfigError.
+config.json, rows and the source of installed packages without importing them. Resolved.not_checked names what it could
+not read; a file that is there but broken raises ConfigError.
 """
 
 import ast
@@ -51,7 +52,8 @@ CAUSAL_MODELS = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAM
 
 
 def check_plan(config: Config, *, whole_model: bool = True) -> Resolved:
-    """Resolve the config for a machine that may not be this one. Raise ValueError or UnsupportedEnvironment, one sentence.
+    """Resolve the config for a machine that may not be this one. Raise ValueError or UnsupportedEnvironment, one
+    sentence.
 
     engine.device = "auto" counts as CUDA, which has more rules. A hub's model is looked up in the local cache only.
     whole_model: whether a model's folder must have the tokenizer and the weights too, and not only config.json.
@@ -60,7 +62,9 @@ def check_plan(config: Config, *, whole_model: bool = True) -> Resolved:
 
 
 def go_on_in_environment() -> None:
-    """Restart this script in the environment, if there is one and this Python lacks sglang. More can be checked there."""
+    """Restart this script in the environment, if there is one and this Python lacks sglang. More can be checked
+    there.
+    """
     if importlib.util.find_spec("sglang") is None:
         environments.restart_in_environment()
 
@@ -136,7 +140,9 @@ def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
 
 
 def check_started(config: Config, script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Before a rank imports torch: check that torchrun started it, with as many ranks as the mesh has. Raise ValueError."""
+    """Before a rank imports torch: check that torchrun started it, with as many ranks as the mesh has. Raise
+    ValueError.
+    """
     dims = ParallelDims.of(config.parallel)
     if "RANK" not in environment:
         torchrun = environments.torchrun(environments.made() or Path(sys.executable))
@@ -154,7 +160,9 @@ def check_rank(
     environment: Mapping[str, str],
     sections: Collection[str] = SECTIONS,
 ) -> None:
-    """Call check_started and, on the first rank of each host, check_here; rank 0 prints its warnings. Raise ValueError."""
+    """Call check_started and, on the first rank of each host, check_here; rank 0 prints its warnings. Raise
+    ValueError.
+    """
     check_started(config, script, arguments, environment)
     if environment.get("LOCAL_RANK", "0") != "0":
         return
@@ -201,7 +209,9 @@ def device_of(config: Config) -> Device:
 
 
 def count_rows(config: Config, on_hub: bool) -> tuple[int | None, str]:
-    """Return how many rows task.source has, or None and why they are not known. Raise ValueError for wrong rows and rewards."""
+    """Return how many rows task.source has, or None and why they are not known. Raise ValueError for wrong rows and
+    rewards.
+    """
     task, validation = config.task, config.validation
     rows, why = read_rows(task.source, task.split, task.rows, task.rows_seed)
     held_out: list[Row] = []
@@ -237,7 +247,8 @@ def read_rows(sources: Sequence[str], split: str, rows: int, seed: int = -1) -> 
 
 
 def check_model_files(config: Config, whole: bool = True) -> None:
-    """Raise ConfigError unless model.name is a tiny model, a hub id, or a folder with all files, none of them cut short.
+    """Raise ConfigError unless model.name is a tiny model, a hub id, or a folder with all files, none of them cut
+    short.
 
     whole: False if config.json is enough.
     """
@@ -266,7 +277,9 @@ def check_model_files(config: Config, whole: bool = True) -> None:
 
 
 def check_index(folder: Path) -> None:
-    """Raise ConfigError unless every file of weights that the model's index names is there: a download may have been stopped."""
+    """Raise ConfigError unless every file of weights that the model's index names is there: a download may have been
+    stopped.
+    """
     index = folder / WEIGHT_INDEX
     if not index.is_file() or (folder / "model.safetensors").exists():  # which is read first
         return
@@ -300,7 +313,9 @@ def check_safetensors(file: Path) -> None:
 
 
 def causal_model_types(transformers: source.SourceTree) -> frozenset[str] | None:
-    """Return every model_type that this transformers has a causal language model for; None if it lists them elsewhere."""
+    """Return every model_type that this transformers has a causal language model for; None if it lists them
+    elsewhere.
+    """
     path, name = CAUSAL_MODELS
     table = transformers.assigned(path).get(name)
     pairs = [node.elts[0] for node in ast.walk(table) if isinstance(node, ast.Tuple)] if table else []
@@ -338,7 +353,9 @@ def _look_up(kind: Literal["model", "dataset"], key: str, name: str) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """`python -m harness.tools.preflight CONFIG.toml ...`, for the quickstart: check_here; print how many ranks to start."""
+    """`python -m harness.tools.preflight CONFIG.toml ...`, for the quickstart: check_here; print how many ranks to
+    start.
+    """
     try:
         config = parse(words).config
         check_trackers(config)

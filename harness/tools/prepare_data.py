@@ -1,4 +1,5 @@
-"""GSM8K and MATH as parquet in the schema of verl's examples/data_preprocess (gsm8k.py, math_dataset.py); and additions.
+"""GSM8K and MATH as parquet in the schema of verl's examples/data_preprocess (gsm8k.py, math_dataset.py); and
+additions.
 
 A row has data_source, prompt (one message of a user), ability, reward_model = {style, ground_truth} and extra_info. The
 additions are made here, with a tiny model that can begin to learn them.
@@ -83,8 +84,8 @@ RECIPES = {
 def prepare(name: str, folder: Path, source: str = "") -> dict[str, int]:
     """Write train.parquet and test.parquet of a data set, and return the number of rows of each.
 
-    source: a folder with train and test as jsonl or parquet; "" for the hub. Nothing is written unless both splits can be read.
-    Raise ValueError for a record that cannot be a row, with its file and line.
+    source: a folder with train and test as jsonl or parquet; "" for the hub. Nothing is written unless both splits can
+    be read. Raise ValueError for a record that cannot be a row, with its file and line.
     """
     import pyarrow
     from pyarrow import parquet
@@ -123,8 +124,8 @@ def _row(recipe: Recipe, split: str, index: int, where: str, record: Any) -> dic
 def prepare_addition(folder: Path, held_out: int = 500) -> dict[str, int]:
     """Write all additions of two two-digit numbers: `held_out` of them to test.jsonl, the others to train.jsonl.
 
-    The split is the same at each call. Return the number of rows of each file. The answer to 47+85= is "1213 #### 132": the sum
-    of the ones, then the sum of the tens with the carry, then the result. data_source is addition/SPLIT.
+    The split is the same at each call. Return the number of rows of each file. The answer to 47+85= is "1213 #### 132":
+    the sum of the ones, then the sum of the tens with the carry, then the result. data_source is addition/SPLIT.
     """
     numbers = range(10, 100)
     pairs = [(first, second) for first in numbers for second in numbers]
@@ -147,8 +148,8 @@ def addition(first: int, second: int) -> dict[str, str]:
 def save_supervised_start(folder: Path, train: Path, seed: int, updates: int) -> float:
     """Save a tiny model after a few supervised updates on the answers in `train`, and return the last loss in nats.
 
-    The model then writes digits and adds a little, and PPO can start from it: a random model would never find a rewarded answer.
-    Weights and the 128 rows of each update are drawn from the seed.
+    The model then writes digits and adds a little, and PPO can start from it: a random model would never find a
+    rewarded answer. Weights and the 128 rows of each update are drawn from the seed.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

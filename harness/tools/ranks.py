@@ -28,6 +28,8 @@ def ranks_by(values: Mapping[int, T]) -> dict[T, tuple[int, ...]]:
 
 
 def values_in_words(values: Mapping[int, object]) -> str:
-    """Return "0 on ranks 0, 2; unset on rank 1". values: rank -> value; None is unset, and an empty string is shown as ""."""
+    """Return "0 on ranks 0, 2; unset on rank 1". values: rank -> value; None is unset, and an empty string is shown as
+    "".
+    """
     words = {value: "unset" if value is None else str(value) or '""' for value in values.values()}
     return "; ".join(f"{words[value]} on {ranks_in_words(ranks)}" for value, ranks in ranks_by(values).items())

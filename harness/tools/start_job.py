@@ -20,7 +20,8 @@ def start_job(
     job: str | Callable[[RunContext], str],
     sections: Collection[str] = SECTIONS,
 ) -> int:
-    """Check what can be known before a rank starts, start the engine's processes early, and run the job (harness.run.run).
+    """Check what can be known before a rank starts, start the engine's processes early, and run the job
+    (harness.run.run).
 
     script, arguments: the command line, for messages. sections: those of the config that the job reads. Return the exit
     code of a rank that cannot start.

@@ -21,8 +21,8 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return each token's log-prob and the entropy of its distribution: [B, T], float32 or better, nats.
 
-    Position 0, which no token precedes, is 0. Without entropy_gradient the entropies are detached, which saves memory. packed:
-    compute the batch as one row without padding; the model's attention must be one of packing.py.
+    Position 0, which no token precedes, is 0. Without entropy_gradient the entropies are detached, which saves memory.
+    packed: compute the batch as one row without padding; the model's attention must be one of packing.py.
     """
     inputs = model_inputs(batch, packed)
     logits = model(**inputs, use_cache=False).logits[:, :-1]
@@ -68,7 +68,8 @@ class Actor(Learner):
         self._replays = config.rollout.routing == "replay"
 
     def computing_in(self, dtype: torch.dtype) -> "Actor":
-        """Return a second actor that computes in another dtype on the values that this one computes with; see model.computing_in.
+        """Return a second actor that computes in another dtype on the values that this one computes with; see
+        model.computing_in.
 
         A collective call. It takes as much memory as the parameters in that dtype, and is not for training.
         """
@@ -79,14 +80,17 @@ class Actor(Learner):
         return Actor(model, self.config, self.mesh, self.device)
 
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, [B, T]; see policy_log_probs. In a replay tokens take the engine's experts."""
+        """Return log-probs and entropies, [B, T]; see policy_log_probs. In a replay tokens take the engine's
+        experts.
+        """
         if not self._replays:
             return policy_log_probs(self, batch)
         log_probs, entropy, _ = self._routed_log_probs(batch, replay=True)
         return log_probs, entropy
 
     def own_routing(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probs and entropies where tokens take the experts that this model chooses, and Routers.differing_layers.
+        """Return log-probs and entropies where tokens take the experts that this model chooses, and
+        Routers.differing_layers.
 
         All are [B, T]; the batch needs routed_experts. A collective call, without gradient.
         """

@@ -1,8 +1,9 @@
 """From rewards to advantages: masked statistics, GAE, GRPO, RLOO and the KL to the reference.
 
-Pure functions of tensors. Masks are [B, T] of any dtype, nonzero where a token counts. The formulas are those of verl 0.9.1
-(verl/trainer/ppo/core_algos.py and verl/utils/torch_functional.py) with the same epsilons, so that numbers can be compared;
-the functions there are named below. `all_sum` adds a tensor up over the ranks, for a statistic of all of them.
+Pure functions of tensors. Masks are [B, T] of any dtype, nonzero where a token counts. The formulas are those of verl
+0.9.1 (verl/trainer/ppo/core_algos.py and verl/utils/torch_functional.py) with the same epsilons, so that numbers can be
+compared; the functions there are named below. `all_sum` adds a tensor up over the ranks, for a statistic of all of
+them.
 """
 
 from collections.abc import Callable
@@ -55,14 +56,15 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: A
     """Return 1 - var(returns - values) / var(returns), a scalar; 0 if the returns do not vary."""
     total = masked_var(returns, mask, unbiased=False, all_sum=all_sum)
     left = masked_var(returns - values, mask, unbiased=False, all_sum=all_sum)
-    # The variance of equal returns is not 0, but of the size of rounding errors: of the returns, and of the values that GAE
-    # subtracts and adds again.
+    # The variance of equal returns is not 0, but of the size of rounding errors: of the returns, and of the values that
+    # GAE subtracts and adds again.
     varies = total > 1e-10 * masked_mean(returns.square() + values.square(), mask, all_sum)
     return torch.where(varies, 1 - left / total, torch.zeros_like(total))
 
 
 def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
-    """Return [B, T]: the score [B] at the last token of each response that has any, minus kl_coefficient * kl [B, T] at each token.
+    """Return [B, T]: the score [B] at the last token of each response that has any, minus kl_coefficient * kl [B, T] at
+    each token.
 
     verl: apply_kl_penalty in ray_trainer.py.
     """
@@ -81,8 +83,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         delta[t] = rewards[t] + gamma * values[t + 1] - values[t]
         advantages[t] = delta[t] + gamma * lam * advantages[t + 1],  returns[t] = advantages[t] + values[t]
 
-    rewards [B, T] and values [B, T] have one float dtype. A token with mask 0 is skipped: t + 1 is the next token that counts.
-    verl: compute_gae_advantage_return.
+    rewards [B, T] and values [B, T] have one float dtype. A token with mask 0 is skipped: t + 1 is the next token that
+    counts. verl: compute_gae_advantage_return.
     """
     counts = mask.bool()
     next_value = torch.zeros_like(values[:, 0])
@@ -98,7 +100,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def _grouped(rewards: Tensor, mask: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each row its score, the score minus its group's mean, the group's number, and the group's size: [B] each.
+    """Return for each row its score, the score minus its group's mean, the group's number, and the group's size: [B]
+    each.
 
     All are float64 but the number, which counts from 0. Equal scores of a group give exactly 0.
     """
@@ -115,9 +118,10 @@ def _grouped(rewards: Tensor, mask: Tensor, group: Tensor) -> tuple[Tensor, Tens
 def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
     """Return GRPO's advantages (arXiv 2402.03300), [B, T]: (score - mean) / (std + epsilon) within each group.
 
-    rewards [B, T] are summed to one score for each row. group [B] has one integer for all responses of a prompt. The std is
-    unbiased. A response that is alone in its group keeps its score. Without normalize_by_std it is Dr. GRPO (arXiv
-    2503.20783). Statistics are float64, so that equal scores get exactly 0. verl: compute_grpo_outcome_advantage.
+    rewards [B, T] are summed to one score for each row. group [B] has one integer for all responses of a prompt. The
+    std is unbiased. A response that is alone in its group keeps its score. Without normalize_by_std it is Dr. GRPO
+    (arXiv 2503.20783). Statistics are float64, so that equal scores get exactly 0. verl:
+    compute_grpo_outcome_advantage.
     """
     scores, centred, row, count = _grouped(rewards, mask, group)
     compared = torch.where(count > 1, centred, scores)
@@ -128,7 +132,8 @@ def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = 
 
 
 def rloo(rewards: Tensor, mask: Tensor, group: Tensor) -> Tensor:
-    """Return RLOO's advantages (arXiv 2402.14740), [B, T]: a score minus the mean of the others in its group, if there are any.
+    """Return RLOO's advantages (arXiv 2402.14740), [B, T]: a score minus the mean of the others in its group, if there
+    are any.
 
     verl: compute_rloo_outcome_advantage.
     """
@@ -138,7 +143,8 @@ def rloo(rewards: Tensor, mask: Tensor, group: Tensor) -> Tensor:
 
 
 def kl(log_probs: Tensor, reference_log_probs: Tensor, placement: Literal["reward", "loss"]) -> Tensor:
-    """Return an estimate of the KL of the policy from the reference at each sampled token, in nats; shapes as the inputs'.
+    """Return an estimate of the KL of the policy from the reference at each sampled token, in nats; shapes as the
+    inputs'.
 
     With d = log_probs - reference_log_probs (http://joschu.net/blog/kl-approx.html; verl: kl_penalty):
 

@@ -79,7 +79,9 @@ class Batch:
 
 
 def from_sequences(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Batch:
-    """Return the batch of these token ids, padded on the right to the longest. There is one prompt for each response."""
+    """Return the batch of these token ids, padded on the right to the longest. There is one prompt for each
+    response.
+    """
 
     def padded(rows: list[list[int]], value: int) -> Tensor:
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
@@ -93,7 +95,9 @@ def from_sequences(prompts: Sequence[Sequence[int]], responses: Sequence[Sequenc
 
 
 def scatter_responses(values: Sequence[Sequence[float]], batch: Batch) -> Tensor:
-    """Return numbers of the response tokens, one list for each response, in the batch's alignment: float32 [B, T], 0 elsewhere."""
+    """Return numbers of the response tokens, one list for each response, in the batch's alignment: float32 [B, T], 0
+    elsewhere.
+    """
     aligned = torch.zeros(batch.input_ids.shape)
     aligned[batch.response_mask.bool()] = torch.tensor([number for row in values for number in row])
     return aligned

@@ -26,7 +26,9 @@ def estimate_advantages(batch: Batch, config: Config) -> tuple[Batch, dict[str, 
 
 
 def _token_rewards(batch: Batch, config: Config) -> tuple[Tensor, dict[str, float]]:
-    """Return [B, T]: each score at its response's last token, less the KL to the reference if it counts in the reward."""
+    """Return [B, T]: each score at its response's last token, less the KL to the reference if it counts in the
+    reward.
+    """
     scores, mask, reference = batch.require("scores"), batch.response_mask, batch.reference_log_probs
     if reference is None:
         return advantages.token_rewards(scores, mask), {}
@@ -47,10 +49,12 @@ def _by_gae(batch: Batch, rewards: Tensor, config: Config) -> Batch:
 
 
 def _by_comparison(batch: Batch, rewards: Tensor, config: Config) -> Batch:
-    """Return the batch with each response's score compared with those of its prompt's other responses, by GRPO or RLOO."""
+    """Return the batch with each response's score compared with those of its prompt's other responses, by GRPO or
+    RLOO.
+    """
     rank, mask, algorithm = dist.get_rank(), batch.response_mask, config.algorithm
-    # The responses of one prompt may lie on several ranks, so every rank compares all of them. A response without a token
-    # gets its own group, numbered below 0, so that it is compared with nothing.
+    # The responses of one prompt may lie on several ranks, so every rank compares all of them. A response without a
+    # token gets its own group, numbered below 0, so that it is compared with nothing.
     alone = -1 - rank * len(batch) - torch.arange(len(batch))
     gathered = all_gather((rewards.sum(-1), torch.where(mask.any(-1), batch.require("group"), alone)))
     scores, groups = (torch.cat(parts) for parts in zip(*gathered, strict=True))

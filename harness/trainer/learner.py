@@ -21,15 +21,18 @@ from harness.trainer.over_ranks import all_sum
 LOSS_SCALE = 2.0**16
 """The loss is multiplied by this before a backward in float16. torch's GradScaler starts with the same number.
 
-Without it, gradients below 6e-8 become 0. Measured on a CPU with a tiny Qwen3-MoE (vocabulary of 32,000, loss averaged over
-131,072 tokens): 45 % of the gradient's elements were lost, an error of 0.13 in its norm. With this scale the error is 0.02.
+Without it, gradients below 6e-8 become 0. Measured on a CPU with a tiny Qwen3-MoE (vocabulary of 32,000, loss averaged
+over 131,072 tokens): 45 % of the gradient's elements were lost, an error of 0.13 in its norm. With this scale the error
+is 0.02.
 """
 LOSS_SCALE_STEP = 4.0
 """By which the scale is divided after a gradient that is not finite, before the backward is run again."""
 
 
 class ShardedModel:
-    """A sharded model in one role. If it is offloaded, it has memory on the device only inside `on_device` and `learning`."""
+    """A sharded model in one role. If it is offloaded, it has memory on the device only inside `on_device` and
+    `learning`.
+    """
 
     role: ClassVar[Literal["actor", "critic", "reference"]]
 
@@ -50,9 +53,9 @@ class ShardedModel:
     ) -> list[Tensor]:
         """Run a forward over the rank's batch in microbatches, without gradient. A collective call.
 
-        forward returns one or more tensors [b, t] for a microbatch; the result has each of them as [B, T], on the batch's
-        device. With a token budget, the rank that has the fewest tokens computes a sequence, whoever holds it. also: the
-        batch's fields that forward needs besides ids and masks.
+        forward returns one or more tensors [b, t] for a microbatch; the result has each of them as [B, T], on the
+        batch's device. With a token budget, the rank that has the fewest tokens computes a sequence, whoever holds it.
+        also: the batch's fields that forward needs besides ids and masks.
         """
         self.model.eval()
         ids = batch.input_ids
@@ -84,7 +87,8 @@ class Learner(ShardedModel):
         """Called after each microbatch's backward. Fault injection uses it."""
         self.is_scaled = config.model.dtype == "float16"
         self.loss_scale = torch.tensor(LOSS_SCALE if self.is_scaled else 1.0)
-        """A power of two on the CPU, the same on every rank. It falls where float16 overflows, and never rises again."""
+        """A power of two on the CPU, the same on every rank. It falls where float16 overflows, and never rises
+        again."""
         self._moments = Offload(self.moments, self.role in config.memory.offload_optimizer)
 
     def loss(self, batch: Batch, counted: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -103,11 +107,12 @@ class Learner(ShardedModel):
     def update(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
         """Run every epoch over all ranks' batches, in minibatches of random order. A collective call.
 
-        The generator, on the CPU, must have the same state on every rank: it draws the minibatches from the sequences of all
-        ranks, so that one seed gives the same minibatches at any world size. All batches must have the same number of sequences.
-        Return metrics, the same on every rank: means weighted by tokens; loss and grad_norm are means over optimizer steps, and
-        learning_rate, and loss_scale in float16, are those of the last step. A minibatch without a response token that counts
-        makes no optimizer step. Raise ValueError if no minibatch has one.
+        The generator, on the CPU, must have the same state on every rank: it draws the minibatches from the sequences
+        of all ranks, so that one seed gives the same minibatches at any world size. All batches must have the same
+        number of sequences. Return metrics, the same on every rank: means weighted by tokens; loss and grad_norm are
+        means over optimizer steps, and learning_rate, and loss_scale in float16, are those of the last step. A
+        minibatch without a response token that counts makes no optimizer step. Raise ValueError if no minibatch has
+        one.
         """
         sequences = len(batch) * self.mesh.size()
         steps = []
@@ -134,11 +139,11 @@ class Learner(ShardedModel):
     def step(self, batch: Batch, rows: Sequence[int] | None = None) -> dict[str, float]:
         """Take one optimizer step on these rows of all ranks' batches (None: all). A collective call.
 
-        Return metrics, and `tokens`, the response tokens that counted. If no rank has any, take no step and return nothing.
-        Every microbatch's gradient is reduced at once, so that no rank holds an unsharded gradient; the price is one
-        reduce-scatter for each microbatch. Raise FloatingPointError if the gradient is not finite. The model is then as before.
-        In float16 the backward is first run again with smaller loss scales, because a gradient that overflows is finite with one
-        of them.
+        Return metrics, and `tokens`, the response tokens that counted. If no rank has any, take no step and return
+        nothing. Every microbatch's gradient is reduced at once, so that no rank holds an unsharded gradient; the price
+        is one reduce-scatter for each microbatch. Raise FloatingPointError if the gradient is not finite. The model is
+        then as before. In float16 the backward is first run again with smaller loss scales, because a gradient that
+        overflows is finite with one of them.
         """
         packed = self.config.model.packed
         microbatches = make_microbatches(batch, self.mesh, self.device, self.updates, packed, rows).parts
@@ -206,7 +211,8 @@ class Learner(ShardedModel):
 
         They are not copied.
 
-        AdamW makes its states at its first step; before that they are made here, which has memory only inside `learning`.
+        AdamW makes its states at its first step; before that they are made here, which has memory only inside
+        `learning`.
         """
         held: dict[str, Tensor] = {f"{self.role}/loss_scale": self.loss_scale} if self.is_scaled else {}
         for name, tensor in named_tensors(self.model):
@@ -231,8 +237,8 @@ class Learner(ShardedModel):
 
         Raise FloatingPointError if it is not finite.
 
-        torch.nn.utils.get_total_norm is not used, for two reasons. It adds squares up in float32, in an order that depends on
-        the sharding. And the error must name the ranks whose gradient is not finite.
+        torch.nn.utils.get_total_norm is not used, for two reasons. It adds squares up in float32, in an order that
+        depends on the sharding. And the error must name the ranks whose gradient is not finite.
         """
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in self._gradients()]
         own = torch.stack([norm.double().square() for norm in norms]).sum()

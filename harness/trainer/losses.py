@@ -1,7 +1,7 @@
 """Losses of actor and critic, and how token losses become one number over all ranks. Pure functions of tensors.
 
-The formulas are those of verl 0.9.1, verl/trainer/ppo/core_algos.py, whose functions are named below. Masks are [B, T] of any
-dtype, nonzero where a token counts.
+The formulas are those of verl 0.9.1, verl/trainer/ppo/core_algos.py, whose functions are named below. Masks are [B, T]
+of any dtype, nonzero where a token counts.
 """
 
 import torch
@@ -12,11 +12,13 @@ DUAL_CLIP = 3.0
 
 
 def share_of_mean(loss: Tensor, mask: Tensor, tokens: int) -> Tensor:
-    """Return this microbatch's share of the minibatch's loss, a scalar: the shares of all ranks and microbatches add up to it.
+    """Return this microbatch's share of the minibatch's loss, a scalar: the shares of all ranks and microbatches add up
+    to it.
 
     loss [B, T]; tokens: those that count in the whole minibatch, over all ranks. verl: agg_loss with "token-mean".
 
-    Gradients of the shares must be SUMMED over ranks. FSDP averages them, so the caller multiplies the share by the world size.
+    Gradients of the shares must be SUMMED over ranks. FSDP averages them, so the caller multiplies the share by the
+    world size.
     """
     return torch.where(mask.bool(), loss, torch.zeros_like(loss)).sum() / tokens
 
@@ -28,12 +30,13 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return PPO's clipped loss of each token (arXiv 1707.06347), and metrics: [B, T]. verl: compute_policy_loss_vanilla.
+    """Return PPO's clipped loss of each token (arXiv 1707.06347), and metrics: [B, T]. verl:
+    compute_policy_loss_vanilla.
 
-    The ratio is clipped to [1 - clip_low, 1 + clip_high]. If the advantage is negative, the loss is at most DUAL_CLIP times the
-    advantage's size. The log-ratio is clamped to +-20 against overflow. clip_fraction and
-    clip_fraction_lower are 1 at the tokens where the clipping of the ratio, or the dual clip, decided; update_kl is the k1
-    estimate of how far the policy has moved from old_log_probs.
+    The ratio is clipped to [1 - clip_low, 1 + clip_high]. If the advantage is negative, the loss is at most DUAL_CLIP
+    times the advantage's size. The log-ratio is clamped to +-20 against overflow. clip_fraction and clip_fraction_lower
+    are 1 at the tokens where the clipping of the ratio, or the dual clip, decided; update_kl is the k1 estimate of how
+    far the policy has moved from old_log_probs.
     """
     log_ratio = (log_probs - old_log_probs).clamp(min=-20, max=20)
     ratio = log_ratio.exp()
@@ -50,7 +53,8 @@ def policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> tuple[Tensor, Tensor]:
     """Return half the squared error of each value, and 1 where clipping decided: [B, T] each. verl: compute_value_loss.
 
-    It is the larger one of the errors of the value and of the value clipped to old_values +- value_clip. 0 turns clipping off.
+    It is the larger one of the errors of the value and of the value clipped to old_values +- value_clip. 0 turns
+    clipping off.
     """
     error = (values - returns).square()
     if value_clip == 0:

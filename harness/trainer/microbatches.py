@@ -87,10 +87,10 @@ def plan_microbatches(
 ) -> list[list[Rows]]:
     """Return the rows of each microbatch and rank. Every row is in one of them; every rank has as many microbatches.
 
-    lengths: tokens of every row. With updates.tokens_per_microbatch, microbatches of about equal size within that budget,
-    as few as the greedy partition finds; a longer row gets its own microbatch. Otherwise updates.microbatch_size rows
-    each, in order. The plan depends only on the arguments, so every rank finds the same one. Raise ValueError unless
-    every rank can have the same number of rows.
+    lengths: tokens of every row. With updates.tokens_per_microbatch, microbatches of about equal size within that
+    budget, as few as the greedy partition finds; a longer row gets its own microbatch. Otherwise
+    updates.microbatch_size rows each, in order. The plan depends only on the arguments, so every rank finds the same
+    one. Raise ValueError unless every rank can have the same number of rows.
     """
     share, rest = divmod(len(rows), ranks)
     if rest or not share:
@@ -115,10 +115,11 @@ def tokens_of(rows: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
 
 
 def partition(rows: Sequence[int], lengths: Sequence[int], count: int, packed: bool) -> list[Rows]:
-    """Cut rows into `count` parts of about as many tokens, the largest part first. No part is empty if there are enough rows.
+    """Cut rows into `count` parts of about as many tokens, the largest part first. No part is empty if there are enough
+    rows.
 
-    Greedy (Graham, 1969): the rows, longest first, each go to the part that is smallest so far. Without packing, the size of a
-    part is what it would have with one row more, padded to its longest row, which is its first.
+    Greedy (Graham, 1969): the rows, longest first, each go to the part that is smallest so far. Without packing, the
+    size of a part is what it would have with one row more, padded to its longest row, which is its first.
     """
     parts: list[Rows] = [[] for _ in range(count)]
     by_size = [(0, number) for number in range(count)]  # a heap
@@ -135,8 +136,8 @@ def exchange_rows(
 ) -> list[Tensor]:
     """Return the rows that this rank wants, of tensors whose rows are spread over the ranks. A collective call.
 
-    held, wanted: the rows of each rank of the group. Tensors are [held rows, ...] before and [wanted rows, ...] after; every
-    row is held by one rank, and all rows of a tensor have one shape.
+    held, wanted: the rows of each rank of the group. Tensors are [held rows, ...] before and [wanted rows, ...] after;
+    every row is held by one rank, and all rows of a tensor have one shape.
     """
     if held == wanted:
         return list(tensors)

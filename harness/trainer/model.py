@@ -1,8 +1,9 @@
 """Causal language models and value models, sharded by FSDP2 over all ranks.
 
-Every rank builds the model on the meta device and shards it, so that no device ever holds all of it. Random values come from
-a generator. Those of a checkpoint are read by rank 0 into host memory, and torch broadcasts them one tensor at a time. Rank 0
-reads with from_pretrained, since files and memory differ: transformers keeps experts fused that files hold one by one.
+Every rank builds the model on the meta device and shards it, so that no device ever holds all of it. Random values come
+from a generator. Those of a checkpoint are read by rank 0 into host memory, and torch broadcasts them one tensor at a
+time. Rank 0 reads with from_pretrained, since files and memory differ: transformers keeps experts fused that files hold
+one by one.
 """
 
 import copy
@@ -94,8 +95,9 @@ def computing_in(
 ) -> nn.Module:
     """Return a second model with the shards of a causal language model, whose forward computes in another dtype.
 
-    held: the dtype in which `model` computes. Its parameters are rounded to it first, so that both compute on the same values.
-    It has no gradient checkpointing. flash_attention_2 has no float32, so the second model's attention is then another one.
+    held: the dtype in which `model` computes. Its parameters are rounded to it first, so that both compute on the same
+    values. It has no gradient checkpointing. flash_attention_2 has no float32, so the second model's attention is then
+    another one.
     """
     config: Any = copy.deepcopy(model.config)
     attention = config._attn_implementation
@@ -136,10 +138,12 @@ def build_on_meta(
 
 
 def record_renamings(model: Any) -> None:
-    """Give a model that was made from its config the renamings that from_pretrained would record for a published checkpoint.
+    """Give a model that was made from its config the renamings that from_pretrained would record for a published
+    checkpoint.
 
-    transformers 5 keeps a part of a model, such as Gemma 3's vision tower, without a prefix of its names (vision_model) that
-    every published checkpoint has. It learns of the prefix only as it reads a checkpoint, and puts it back as it writes one.
+    transformers 5 keeps a part of a model, such as Gemma 3's vision tower, without a prefix of its names (vision_model)
+    that every published checkpoint has. It learns of the prefix only as it reads a checkpoint, and puts it back as it
+    writes one.
     """
     if find_spec("transformers.conversion_mapping") is None:  # transformers 4 renames nothing
         return
@@ -187,7 +191,9 @@ def _load_from_rank_0(model: nn.Module, path: str, dtype: torch.dtype, saved_cla
 
 @contextmanager
 def _without_mtp_layers(path: str) -> Iterator[None]:
-    """Keep transformers from listing each tensor of layers for multi-token prediction, which its classes do not have."""
+    """Keep transformers from listing each tensor of layers for multi-token prediction, which its classes do not
+    have.
+    """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text = config.get_text_config()
     first, count = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
@@ -206,8 +212,8 @@ def choose_attention(
 ) -> tuple[Attention, str]:
     """Return the attention for a model of this config, and why it is not sdpa ("" if it is sdpa, or was asked for).
 
-    Raise ValueError if the config is not of a causal language model, if sdpa was asked for but computes something else, if flash
-    attention is not installed, or if sequences are to be packed and the model would let one read another.
+    Raise ValueError if the config is not of a causal language model, if sdpa was asked for but computes something else,
+    if flash attention is not installed, or if sequences are to be packed and the model would let one read another.
     """
     kind = config.model_type
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -264,12 +270,13 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Shard each decoder layer and the rest of a model on the meta device over the mesh.
 
-    The experts of a layer are gathered by themselves. They are almost all of it, so FSDP2's two copies of what it gathers, their
-    gradients, and those in float32 must not be there at the same time as the next layer's. The parameters outside the layers
-    are resharded after the forward as well, which FSDP2 would not do by itself: between calls every parameter is a DTensor.
+    The experts of a layer are gathered by themselves. They are almost all of it, so FSDP2's two copies of what it
+    gathers, their gradients, and those in float32 must not be there at the same time as the next layer's. The
+    parameters outside the layers are resharded after the forward as well, which FSDP2 would not do by itself: between
+    calls every parameter is a DTensor.
     """
-    # Parameters are gathered in compute_dtype, gradients reduced in float32. Inputs are not cast: between layers they are in
-    # compute_dtype already, and what a model passes on in float32, such as a router's logits, must stay float32.
+    # Parameters are gathered in compute_dtype, gradients reduced in float32. Inputs are not cast: between layers they
+    # are in compute_dtype already, and what a model passes on in float32, such as a router's logits, must stay float32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in layers:
         for unit in (*stacked_experts(layer), layer):
@@ -278,7 +285,9 @@ def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dty
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate the shards of a model on the device, without values. Buffers keep theirs; persistent ones become float32."""
+    """Allocate the shards of a model on the device, without values. Buffers keep theirs; persistent ones become
+    float32.
+    """
     tied = tied_names(model)
     buffers = dict(model.named_buffers())
     persistent = {name for name, _ in named_tensors(model)}
@@ -308,8 +317,9 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str | None = None) -> None:
     """Fill this rank's shards of every named tensor, or of the one called `only`, with normal values drawn from seed.
 
-    Matrices have std initializer_range (0.02 if the config has none), norms mean 1 and std 0.1, biases std 0.1: no tensor is at a default value, so one that
-    does not arrive in the engine shows. The values of a whole tensor do not depend on the number of ranks.
+    Matrices have std initializer_range (0.02 if the config has none), norms mean 1 and std 0.1, biases std 0.1: no
+    tensor is at a default value, so one that does not arrive in the engine shows. The values of a whole tensor do not
+    depend on the number of ranks.
     """
     sizes = config.get_text_config()
     for name, tensor in named_tensors(model):
@@ -334,8 +344,8 @@ def random_rows(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield `rows` rows of a standard normal float32 tensor of this shape, in blocks: (offset from first_row, values).
 
-    A row's values depend only on shape, row, key, block_values and the kind of device, so every rank can draw its own rows.
-    One generator is seeded for about block_values values; a rank draws every block that its rows lie in.
+    A row's values depend only on shape, row, key, block_values and the kind of device, so every rank can draw its own
+    rows. One generator is seeded for about block_values values; a rank draws every block that its rows lie in.
     """
     size = max(1, block_values // max(1, math.prod(shape[1:])))
     for start in range(first_row // size * size, first_row + rows, size):

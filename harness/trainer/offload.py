@@ -1,9 +1,9 @@
 """Parameters and optimizer states that wait in host memory between uses.
 
-Only the storage under a tensor moves, never the tensor: FSDP2 keeps a flat view of each shard next to the DTensor, and a weight
-sync keeps the DTensors themselves. A storage is emptied and filled again in place, as FSDP does with its gathered parameters,
-so that every object and view stays valid. Nothing may read a tensor while its storage is empty. README.md says why this is
-not torch's CPUOffloadPolicy.
+Only the storage under a tensor moves, never the tensor: FSDP2 keeps a flat view of each shard next to the DTensor, and
+a weight sync keeps the DTensors themselves. A storage is emptied and filled again in place, as FSDP does with its
+gathered parameters, so that every object and view stays valid. Nothing may read a tensor while its storage is empty.
+README.md says why this is not torch's CPUOffloadPolicy.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,15 +15,17 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, detached. Detaching the part takes a tenth of the time of DTensor.detach()."""
+    """Return this rank's part of a tensor, detached. Detaching the part takes a tenth of the time of
+    DTensor.detach().
+    """
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages under this rank's parts of the tensors that can be offloaded, each once, in order.
 
-    Empty storages are left out. So are shared ones on the CPU: an engine's scheduler has mapped them, and torch cannot resize
-    them.
+    Empty storages are left out. So are shared ones on the CPU: an engine's scheduler has mapped them, and torch cannot
+    resize them.
     """
     found = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in tensors)}
     return [each for each in found.values() if each.nbytes() and (each.is_cuda or not each.is_shared())]
@@ -48,8 +50,8 @@ class Offload:
     def on_device(self) -> Iterator[None]:
         """Have the tensors on the device inside this context. Raise torch.OutOfMemoryError if they do not fit.
 
-        Contexts nest: the tensors leave at the end of the outermost one. They stay after an exception, since a second failure
-        while they leave would hide it.
+        Contexts nest: the tensors leave at the end of the outermost one. They stay after an exception, since a second
+        failure while they leave would hide it.
         """
         for storage, host in self._waiting:
             storage.resize_(host.numel())

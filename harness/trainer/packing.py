@@ -1,9 +1,9 @@
 """Packed sequences: the tokens of a batch in one row without padding, with attention inside each sequence.
 
-transformers recognizes packed rows by position ids that restart. flash_attention_2 then calls its varlen kernel. For sdpa and
-eager, transformers builds a mask of the whole row squared: 256 MiB of booleans for 16,384 tokens. Here sdpa and eager are
-called for one sequence after the other instead. sdpa then needs no mask (and uses its flash kernel on a GPU); eager and sliding
-windows get a mask of one sequence squared.
+transformers recognizes packed rows by position ids that restart. flash_attention_2 then calls its varlen kernel. For
+sdpa and eager, transformers builds a mask of the whole row squared: 256 MiB of booleans for 16,384 tokens. Here sdpa
+and eager are called for one sequence after the other instead. sdpa then needs no mask (and uses its flash kernel on a
+GPU); eager and sliding windows get a mask of one sequence squared.
 """
 
 import sys
@@ -23,7 +23,9 @@ PACKED_EAGER: Final = "packed_eager"
 
 
 def model_inputs(batch: Batch, packed: bool) -> dict[str, Any]:
-    """Return the arguments of a model's forward for the batch: ids and mask [B, T], or packed [1, N] without padding."""
+    """Return the arguments of a model's forward for the batch: ids and mask [B, T], or packed [1, N] without
+    padding.
+    """
     if not packed:
         return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     mask = batch.attention_mask.bool()
@@ -38,8 +40,9 @@ def model_inputs(batch: Batch, packed: bool) -> dict[str, Any]:
 def align(numbers: Tensor, batch: Batch, packed: bool) -> Tensor:
     """Return what was computed at the positions of model_inputs in the batch's alignment: [B, T], 0 at position 0.
 
-    numbers: [B, T - 1], or packed [1, N - 1]; the model computes them one position before the token that they are about. A
-    packed number that is about the first token of a sequence comes from the sequence before it, and is dropped.
+    numbers: [B, T - 1], or packed [1, N - 1]; the model computes them one position before the token that they are
+    about. A packed number that is about the first token of a sequence comes from the sequence before it, and is
+    dropped.
     """
     numbers = nn.functional.pad(numbers, (1, 0))
     if not packed:
@@ -63,8 +66,8 @@ def attention_by_sequence(
 ) -> tuple[Tensor, None]:
     """Attend inside each sequence of a packed row. An attention function of transformers: [1, H, N, D] -> [1, N, H, D].
 
-    kind: sdpa, or eager for the model's own. sequence_lengths: from model_inputs; transformers passes it through to here.
-    attention_mask is not read: it would be the whole row's.
+    kind: sdpa, or eager for the model's own. sequence_lengths: from model_inputs; transformers passes it through to
+    here. attention_mask is not read: it would be the whole row's.
     """
     attend = sdpa_attention_forward if kind == "sdpa" else sys.modules[type(module).__module__].eager_attention_forward
     parts = zip(*(each.split(sequence_lengths, dim=2) for each in (query, key, value)), strict=True)
@@ -77,7 +80,9 @@ def attention_by_sequence(
 
 
 def _causal_mask(query: Tensor, window: int | None) -> Tensor:
-    """Return [1, 1, T, T] to add to attention logits: the lowest value at later tokens and at tokens before the window."""
+    """Return [1, 1, T, T] to add to attention logits: the lowest value at later tokens and at tokens before the
+    window.
+    """
     size = query.shape[2]
     hidden = torch.ones((size, size), dtype=torch.bool, device=query.device).tril_().logical_not_()
     if window:

@@ -1,9 +1,9 @@
 """The experts that tokens are sent to: what the trainer's routers choose, and a replay of what the engine's chose.
 
-A router of transformers scores all experts of a layer and calls torch.topk on the scores; what follows, gathering weights,
-normalizing, scaling, differs from model to model. So that one call is watched, inside the module that owns the layer's
-experts. In a replay it returns the experts that the engine took, with the scores that this router gives them: their weights,
-and the gradient, are then this router's own. This is rollout routing replay (R3, arXiv 2510.11370).
+A router of transformers scores all experts of a layer and calls torch.topk on the scores; what follows, gathering
+weights, normalizing, scaling, differs from model to model. So that one call is watched, inside the module that owns the
+layer's experts. In a replay it returns the experts that the engine took, with the scores that this router gives them:
+their weights, and the gradient, are then this router's own. This is rollout routing replay (R3, arXiv 2510.11370).
 """
 
 import re
@@ -99,10 +99,11 @@ class Routers:
         self._recorded, self._chosen = None, {}
 
     def differing_layers(self, batch: Batch, packed: bool) -> Tensor:
-        """Return in how many layers the token before took other experts in the engine than it was sent to here: float [B, T].
+        """Return in how many layers the token before took other experts in the engine than it was sent to here: float
+        [B, T].
 
-        Position t is about token t, as log-probs are: its distribution was computed from the token before. NOT_RECORDED where
-        the engine did not say. Call it after the forward of the batch that `follow` was given.
+        Position t is about token t, as log-probs are: its distribution was computed from the token before. NOT_RECORDED
+        where the engine did not say. Call it after the forward of the batch that `follow` was given.
         """
         assert self._recorded is not None
         if missing := self.experts.keys() - self._chosen.keys():
@@ -150,8 +151,8 @@ def number_of_experts(block: nn.Module) -> int:
 def scatter_routing(recorded: list[Any], shape: tuple[int, int], batch: Batch) -> Tensor:
     """Return the experts that the engine reported, aligned with the batch: int32 [B, T, L, K], NOT_RECORDED elsewhere.
 
-    recorded: for each sequence an array [tokens, L, K] of its first tokens (no token follows the last one, so it is never
-    routed), or None. shape: (L, K).
+    recorded: for each sequence an array [tokens, L, K] of its first tokens (no token follows the last one, so it is
+    never routed), or None. shape: (L, K).
     """
     routed = torch.full((*batch.input_ids.shape, *shape), NOT_RECORDED, dtype=torch.int32)
     for row, (experts, tokens) in enumerate(zip(recorded, batch.attention_mask.sum(-1).tolist(), strict=True)):

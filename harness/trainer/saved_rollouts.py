@@ -1,4 +1,6 @@
-"""A step's responses in files, so that the engine and the trainer of a run can run apart (rollout.save, rollout.load)."""
+"""A step's responses in files, so that the engine and the trainer of a run can run apart (rollout.save,
+rollout.load).
+"""
 
 import os
 from collections.abc import Mapping
@@ -97,7 +99,9 @@ class SavedRollouts:
         return Batch(**tensors)
 
     def check(self, rollout: Rollout, steps: int, first: int = 0) -> None:
-        """Raise ValueError if a run from step `first` to `steps` cannot load from the folder, or continue what it holds."""
+        """Raise ValueError if a run from step `first` to `steps` cannot load from the folder, or continue what it
+        holds.
+        """
         if rollout.load:
             self.load(steps - 1)
             if missing := [file for file in map(self.file, range(first, steps)) if not file.exists()]:

@@ -16,7 +16,8 @@ class Converter(Protocol):
 
     @property
     def renames_only(self) -> bool:
-        """Whether what is sent under the name, and in the dtype, of one of the model's tensors has that tensor's values.
+        """Whether what is sent under the name, and in the dtype, of one of the model's tensors has that tensor's
+        values.
 
         Then the checks also compare what is sent with the model.
         """
@@ -43,7 +44,8 @@ class CheckpointConverter:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
         """dtype: the engine's dtype of parameters; None sends them as the model has them. Raise NotAViewError."""
-        # Collected once: the tensors stay the same objects, and walking over the modules takes longer than a small pull.
+        # Collected once: the tensors stay the same objects, and walking over the modules takes longer than a small
+        # pull.
         self._tensors = dict(named_tensors(model))
         self._layout = checkpoint_layout(model, self._tensors, dtype)
 

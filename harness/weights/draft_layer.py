@@ -1,9 +1,9 @@
 """The layer for multi-token prediction (MTP) of a checkpoint, which SGLang serves as its draft model.
 
-Transformers' classes have no such layer, so no trainer holds it and nothing here trains it. It is read from the model's folder
-and sent with the trained weights at every sync, as it is. So it is never lost: not in dummy weights, in released memory, or in a
-checkpoint of the run. Its embedding and head are the target's own, so they follow the training; the layer itself does not, and
-the more the target changes, the fewer of its drafts are accepted.
+Transformers' classes have no such layer, so no trainer holds it and nothing here trains it. It is read from the model's
+folder and sent with the trained weights at every sync, as it is. So it is never lost: not in dummy weights, in released
+memory, or in a checkpoint of the run. Its embedding and head are the target's own, so they follow the training; the
+layer itself does not, and the more the target changes, the fewer of its drafts are accepted.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ from harness.weights.names import files_in_checkpoint
 from harness.weights.tensor_view import TensorView
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""The end of names under which published checkpoints repeat the embedding and the head. SGLang's loader ignores them."""
+"""The end of names under which published checkpoints repeat the embedding and the head. SGLang's loader ignores
+them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,15 +63,18 @@ NO_DRAFT_LAYER = DraftLayer()
 
 
 def draft_layer_of(config: Config, model: str, trained: Converter, device: torch.device) -> DraftLayer:
-    """Return the layer that the run's engine serves as its draft model, see read_draft_layer; NO_DRAFT_LAYER if it serves none."""
+    """Return the layer that the run's engine serves as its draft model, see read_draft_layer; NO_DRAFT_LAYER if it
+    serves none.
+    """
     return read_draft_layer(model, trained, device) if sends_mtp_layer(config.engine.args) else NO_DRAFT_LAYER
 
 
 def read_draft_layer(model: str, trained: Converter, device: torch.device) -> DraftLayer:
     """Read this rank's rows of the MTP layers in a checkpoint: model.layers.N, numbered on from the decoder layers.
 
-    model: a folder, or a hub id in the cache. trained: what is sent of the trainer. A tensor gets the dtype of its counterpart
-    in the last decoder layer, else that of the embedding. Raise ConfigError if the checkpoint has no such layer.
+    model: a folder, or a hub id in the cache. trained: what is sent of the trainer. A tensor gets the dtype of its
+    counterpart in the last decoder layer, else that of the embedding. Raise ConfigError if the checkpoint has no such
+    layer.
     """
     config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
     first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0

@@ -1,13 +1,15 @@
-"""Block-FP8, the precision in which DeepSeek-V3 is published: e4m3 weights with one float32 scale for each 128 x 128 block.
+"""Block-FP8, the precision in which DeepSeek-V3 is published: e4m3 weights with one float32 scale for each 128 x 128
+block.
 
 A weight [rows, columns] becomes two tensors of the checkpoint, `weight` and `weight_scale_inv`:
 
     scale = amax / 448        [ceil(rows / 128), ceil(columns / 128)], amax: the largest |value| of a block
     weight = value / scale    rounded to e4m3, whose largest number is 448
 
-(arXiv 2412.19437, section 3.3.2; the names are those of its published checkpoint.) FSDP2 cuts a matrix by rows, so a block
-may be cut between ranks. Its amax is the largest over those ranks, and then every rank quantizes its own rows: the bytes
-are those of quantizing the whole matrix in one place. Experts are stacked along the first axis, and no block is cut there.
+(arXiv 2412.19437, section 3.3.2; the names are those of its published checkpoint.) FSDP2 cuts a matrix by rows, so a
+block may be cut between ranks. Its amax is the largest over those ranks, and then every rank quantizes its own rows:
+the bytes are those of quantizing the whole matrix in one place. Experts are stacked along the first axis, and no block
+is cut there.
 """
 
 import re
@@ -42,10 +44,11 @@ UNQUANTIZED = {"gate", "router", "shared_expert_gate", "weights_proj", "embed_to
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
-    """Return whether a checkpoint in block-FP8 has this tensor in 8 bits: the matrices of linear layers in decoder layers.
+    """Return whether a checkpoint in block-FP8 has this tensor in 8 bits: the matrices of linear layers in decoder
+    layers.
 
-    That is what DeepSeek-V3's and Qwen3's published checkpoints quantize. Embeddings, the head, norms, biases and routers
-    stay in the model's dtype.
+    That is what DeepSeek-V3's and Qwen3's published checkpoints quantize. Embeddings, the head, norms, biases and
+    routers stay in the model's dtype.
     """
     path, _, last = name.rpartition(".")
     module = path.rpartition(".")[2]
@@ -65,7 +68,8 @@ def blocks_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def block_amax(rows: torch.Tensor, first_row: int = 0) -> torch.Tensor:
-    """Return float32 [blocks that the rows lie in, blocks across]: the largest |value| that these rows have of each block.
+    """Return float32 [blocks that the rows lie in, blocks across]: the largest |value| that these rows have of each
+    block.
 
     rows: float32 [n, columns], those of a matrix from first_row on.
     """
@@ -142,7 +146,9 @@ class _Quantized:
 
     @classmethod
     def of_views(cls, of: str, views: Sequence[TensorView], tensor: torch.Tensor) -> "_Quantized":
-        """Lay the scales out. Raise ConfigError if the matrices are neither rows of the tensor nor each within one row."""
+        """Lay the scales out. Raise ConfigError if the matrices are neither rows of the tensor nor each within one
+        row.
+        """
         width = RowShards.of(tensor).row_elements
         stacked = [_within_a_row(view, width) for view in views]
         if not all(stacked) and not all(_whole_rows(view, width) for view in views):
@@ -195,7 +201,8 @@ class Fp8BlockConverter:
             for each in (_layout_of(self._quantized[of]) if of in self._quantized else views)
         )
         self._made: dict[str, torch.Tensor] = {}
-        """The converted tensors, by name. They are filled anew at each call, so that a pull finds them where they were."""
+        """The converted tensors, by name. They are filled anew at each call, so that a pull finds them where they
+        were."""
 
     @property
     def renames_only(self) -> bool:
@@ -239,7 +246,9 @@ class Fp8BlockConverter:
             self._made[scale_name(of)] = _sharded_as(tensor, scales, shape) if quantized.stacked else scales
 
     def _find_scales(self, sources: Mapping[str, torch.Tensor]) -> None:
-        """Fill the scales. Of matrices that are cut by rows, all ranks' largest values are combined in one collective."""
+        """Fill the scales. Of matrices that are cut by rows, all ranks' largest values are combined in one
+        collective.
+        """
         for of, quantized in self._quantized.items():
             amax, part = local(self._made[scale_name(of)]).zero_(), local(sources[of])
             for matrix in quantized.matrices:
@@ -265,7 +274,9 @@ class Fp8BlockConverter:
 
 
 def _combine(amax: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Raise each rank's largest values of blocks, float32 [blocks] of each source, to those of all ranks. Collective."""
+    """Raise each rank's largest values of blocks, float32 [blocks] of each source, to those of all ranks.
+    Collective.
+    """
     sharded = next((source for source in sources if isinstance(source, DTensor)), None)
     if sharded is None:
         return

@@ -1,7 +1,7 @@
 """The model's folder as a block-FP8 engine loads it: quantization_config in config.json, and weights with their scales.
 
-It is made from the model's own files, tensor by tensor, without the trainer. So an engine that loaded it holds what the first
-sync must bring, and a comparison of the two also checks how the trainer's ranks quantize.
+It is made from the model's own files, tensor by tensor, without the trainer. So an engine that loaded it holds what the
+first sync must bring, and a comparison of the two also checks how the trainer's ranks quantize.
 """
 
 import json
@@ -25,8 +25,9 @@ INDEX = "model.safetensors.index.json"
 def write_quantized_model(source: str, folder: Path, dtype: torch.dtype, *, weights: bool = True) -> None:
     """Write the model in `source`, a folder or a hub id in the cache, to `folder` in block-FP8.
 
-    dtype: what values are rounded to before they are quantized: what an engine of this dtype would hold. weights: False leaves
-    the tensors out, for an engine that never loads them. Raise ConfigError if the model has no safetensors files.
+    dtype: what values are rounded to before they are quantized: what an engine of this dtype would hold. weights: False
+    leaves the tensors out, for an engine that never loads them. Raise ConfigError if the model has no safetensors
+    files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = Path(cached_file(source, "config.json", local_files_only=True))
@@ -47,7 +48,9 @@ def write_quantized_model(source: str, folder: Path, dtype: torch.dtype, *, weig
 
 
 def quantized_tensors(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a safetensors file, quantized to block-FP8: a weight and its scales, or a tensor that stays as it is."""
+    """Yield the tensors of a safetensors file, quantized to block-FP8: a weight and its scales, or a tensor that stays
+    as it is.
+    """
     with safe_open(file, framework="pt") as opened:
         for name in sorted(opened.keys()):
             tensor = opened.get_tensor(name)

@@ -24,7 +24,9 @@ class FusingGroup:
         return {of: tuple(views) for of, views in found.items()}
 
     def empty_tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """Return uninitialized memory for each tensor that is sent for this group, flat, in the dtype in which it is sent."""
+        """Return uninitialized memory for each tensor that is sent for this group, flat, in the dtype in which it is
+        sent.
+        """
         tensors = {}
         for of, views in self.by_tensor.items():
             # The views may be some of a tensor's: then there is memory for what lies before them too.

@@ -1,13 +1,13 @@
 """From shards to full tensors: buckets are planned once, and each is gathered by one fused all-gather.
 
-FSDP2 cuts a tensor by rows (trainer/rows.py). All chunks of a bucket are gathered in one grouped collective, straight to
-the place where the tensor is whole again, so nothing is packed or unpacked. A tensor of many experts may go in several
-pieces, some rows of every rank's chunk each time. Eight rows on two ranks, in two pieces:
+FSDP2 cuts a tensor by rows (trainer/rows.py). All chunks of a bucket are gathered in one grouped collective, straight
+to the place where the tensor is whole again, so nothing is packed or unpacked. A tensor of many experts may go in
+several pieces, some rows of every rank's chunk each time. Eight rows on two ranks, in two pieces:
 
     rank 0 holds  r0 r1 r2 r3        first piece:   r0 r1 r4 r5
     rank 1 holds  r4 r5 r6 r7        second piece:  r2 r3 r6 r7
 
-A tensor that the trainer holds wider than it is sent is cast shard by shard before.
+Tensors that are sent in a narrower dtype are cast shard by shard, before the all-gather.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -70,7 +70,8 @@ class Piece:
     def splits_by_row(self) -> bool:
         """Whether these are experts, each within one row of the tensor: SGLang does not need them all in one call.
 
-        Experts are known by their names, which are the same in every checkpoint that SGLang loads: "....experts.3.up_proj.weight".
+        Experts are known by their names, which are the same in every checkpoint that SGLang loads:
+        "....experts.3.up_proj.weight".
         """
         size = self.shards.row_elements
         ends = ((view.offset, view.offset + span(view.shape, view.stride) - 1) for view in self.views)
@@ -138,8 +139,8 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Fill buckets up to limit_bytes. What may not be split and is larger gets a bucket for itself.
 
-    A fusing group stays together: SGLang keeps the half that it waits with only until the call returns, and then drops it
-    silently. A tensor of experts may be split between experts.
+    A fusing group stays together: SGLang keeps the half that it waits with only until the call returns, and then drops
+    it silently. A tensor of experts may be split between experts.
     """
     filling = _Filling(limit_bytes)
     for group in groups:
@@ -178,8 +179,9 @@ def gather(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         else:
             target.copy_(_bytes(tensor[piece.start : piece.stop] if tensor.ndim else tensor, piece.dtype))
     if group is not None:
-        # torch's public all_gather_into_tensor takes one tensor. This method of ProcessGroup takes a list and makes one NCCL
-        # group of it; FSDP2's own all-gather, which copies into one flat buffer first, would need a copy back out of it.
+        # torch's public all_gather_into_tensor takes one tensor. This method of ProcessGroup takes a list and makes one
+        # NCCL group of it; FSDP2's own all-gather, which copies into one flat buffer first, would need a copy back out
+        # of it.
         group.allgather_into_tensor_coalesced(outputs, inputs).wait()
     return buffer
 

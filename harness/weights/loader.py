@@ -12,14 +12,17 @@ from harness.weights.worker.coverage import LoadCoverage
 
 @dataclass(slots=True)
 class EngineLoader:
-    """The traced loaders of one engine's schedulers. Every method is a collective call of all ranks, and needs can_ask."""
+    """The traced loaders of one engine's schedulers. Every method is a collective call of all ranks, and needs
+    can_ask.
+    """
 
     engine: RolloutEngine
     groups: tuple[FusingGroup, ...]
     coverage: tuple[LoadCoverage, ...] = ()
     """For each scheduler, in engine order; empty before `trace`."""
     unfilled_at_first: tuple[str, ...] = ()
-    """Sentences on the engine's parameters that nothing filled by the first trace: refused then, or known to be no failure."""
+    """Sentences on the engine's parameters that nothing filled by the first trace: refused then, or known to be no
+    failure."""
 
     def trace(self) -> None:
         """Learn what each scheduler's loader would fill. Those whose last trace still holds do not trace again."""
@@ -58,7 +61,9 @@ class EngineLoader:
         return {place: by_rank[rank] for place, rank in enumerate(self.engine.group.ranks)}
 
     def poison(self, number: int) -> list[str]:
-        """Overwrite all that sync `number` is to fill; return the engine's tensors that cannot be. See worker/poison.py."""
+        """Overwrite all that sync `number` is to fill; return the engine's tensors that cannot be. See
+        worker/poison.py.
+        """
         self.trace_once()
         self.engine.flush_cache()  # SGLang must be idle
         with self.engine.weight_update():
@@ -87,7 +92,9 @@ class EngineLoader:
 
     @property
     def opaque(self) -> set[str]:
-        """Checkpoint names that arrive in a way that cannot be followed: only loading them again shows whether they did."""
+        """Checkpoint names that arrive in a way that cannot be followed: only loading them again shows whether they
+        did.
+        """
         return {name for each in self.coverage for name in each.opaque}
 
     @property

@@ -1,7 +1,7 @@
 """How far the engine's log-probs are from the trainer's on the same tokens, where most, and what is allowed.
 
-What is allowed is measured, and not taken from the engine: it is a small factor times the trainer's own rounding, the distance
-between its log-probs in model.dtype and in float32 on the same tokens. In float32 nothing is rounded but sums.
+What is allowed is measured, and not taken from the engine: it is a small factor times the trainer's own rounding, the
+distance between its log-probs in model.dtype and in float32 on the same tokens. In float32 nothing is rounded but sums.
 """
 
 import math
@@ -14,20 +14,23 @@ import torch
 from harness.cluster.world import all_gather
 from harness.config.precision import QUANTIZED, EnginePrecision, Quantized
 
-# A mean below its floor is rounding. float32: random errors of 7000 additions make sqrt(7000) = 84 epsilons, 1e-5; healthy
-# models were within 5e-7 on CPU. bfloat16: one epsilon, the rounding of logits around 1. float16: two epsilons.
+# A mean below its floor is rounding. float32: random errors of 7000 additions make sqrt(7000) = 84 epsilons, 1e-5;
+# healthy models were within 5e-7 on CPU. bfloat16: one epsilon, the rounding of logits around 1. float16: two epsilons.
 FLOOR: dict[EnginePrecision, float] = {"float32": 84 * 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-9}
 FLOOR |= {each.name: each.floor for each in QUANTIZED.values()}
-# What passes, as a multiple of the trainer's own rounding. In 300 healthy rollouts of 256 tokens by tiny engines on a CPU (six models,
-# bfloat16 and float16, tp 1 and 2) both sides rounded, and the engine was 1.1 to 1.4 times as far from the trainer as the trainer
-# from itself in float32; in a single rollout up to 1.4 times for dense models, and up to 1.75 for the bulk of a mixture of experts.
+# What passes, as a multiple of the trainer's own rounding. In 300 healthy rollouts of 256 tokens by tiny engines on a
+# CPU (six models, bfloat16 and float16, tp 1 and 2) both sides rounded, and the engine was 1.1 to 1.4 times as far from
+# the trainer as the trainer from itself in float32; in a single rollout up to 1.4 times for dense models, and up to
+# 1.75 for the bulk of a mixture of experts.
 FACTOR = 2.0
-# A router that chooses another expert moves a token by up to 0.7 nats, in float16 as much as in bfloat16, and an early choice
-# shifts the rest of its sequence. Which tokens it meets is chance, so the trainer's own rounding says little about the next
-# rollout. In 246 healthy rollouts of tiny mixtures of experts in float16 the largest mean was 0.023, the largest bulk of a
-# sequence 0.035 and of a position 0.021. The bulk of all tokens has few of them, and is held to FACTOR.
+# A router that chooses another expert moves a token by up to 0.7 nats, in float16 as much as in bfloat16, and an early
+# choice shifts the rest of its sequence. Which tokens it meets is chance, so the trainer's own rounding says little
+# about the next rollout. In 246 healthy rollouts of tiny mixtures of experts in float16 the largest mean was 0.023, the
+# largest bulk of a sequence 0.035 and of a position 0.021. The bulk of all tokens has few of them, and is held to
+# FACTOR.
 JUMPS = 0.05
-# How far a quantized engine may be from the trainer is taken from its own first load: the trainer has no such numbers to round to.
+# How far a quantized engine may be from the trainer is taken from its own first load: the trainer has no such numbers
+# to round to.
 FACTOR_OF_FIRST_LOAD = 3.0
 # exp(0.1) is half of PPO's usual clip range: with a larger difference nothing could be learnt, and nothing be proven.
 LARGEST_BASELINE: dict[EnginePrecision, float] = {"float32": 0.1, "bfloat16": 0.1, "float16": 0.1}
@@ -35,12 +38,12 @@ LARGEST_BASELINE |= {each.name: each.largest_baseline for each in QUANTIZED.valu
 # A tiny bfloat16 mixture of experts on CPU had means from 0.005 to 0.014 over 38 healthy rollouts of 256 tokens, and from
 # 0.0087 to 0.0116 over 8 of 1024: a router that chooses another expert moves one token by up to 0.7.
 BASELINE_TOKENS, LEAST_TOKENS = 2048, 64  # each rollout counts for 64 or more: at most 32 of them
-# The same jumps make the mean of a healthy sequence of 16 tokens 7 times the mean of all. Its lower three quarters have few
-# of them. A part with fewer tokens than JUDGED_TOKENS is shown but not judged.
+# The same jumps make the mean of a healthy sequence of 16 tokens 7 times the mean of all. Its lower three quarters have
+# few of them. A part with fewer tokens than JUDGED_TOKENS is shown but not judged.
 BULK = 0.75
 JUDGED_TOKENS = 8
-# A short sequence may be noisier than all together: the worst of 64 healthy bulks was up to 3.3 times the mean of all tokens.
-# Over positions that averages out: there the worst bulk stayed under 0.7 times the mean.
+# A short sequence may be noisier than all together: the worst of 64 healthy bulks was up to 3.3 times the mean of all
+# tokens. Over positions that averages out: there the worst bulk stayed under 0.7 times the mean.
 SEQUENCE_FACTOR = 6.0
 BADNESS = attrgetter("bulk", "mean")
 
@@ -63,13 +66,15 @@ class LogProbDifference:
 
     mean: float
     bulk: float
-    """Mean of the three quarters that differ least. Tokens for which a router chose another expert are seldom among them."""
+    """Mean of the three quarters that differ least. Tokens for which a router chose another expert are seldom among
+    them."""
     largest: float
     tokens: int
     percentile_99: float
     """99 % of the tokens are at most this far apart."""
     k3: float
-    """The engine's KL from the trainer by Schulman's k3: the mean of r - 1 - log r, r = p_trainer / p_engine, as verl's."""
+    """The engine's KL from the trainer by Schulman's k3: the mean of r - 1 - log r, r = p_trainer / p_engine, as
+    verl's."""
     sequence: PartDifference
     """The worst one: the one with the largest bulk, or with the largest mean if none is judged."""
     position: PartDifference
@@ -84,7 +89,9 @@ class LogProbDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allowed:
-    """The largest value of each statistic that passes, in nats: mean and bulk of all tokens, bulk of a sequence or position."""
+    """The largest value of each statistic that passes, in nats: mean and bulk of all tokens, bulk of a sequence or
+    position.
+    """
 
     mean: float
     bulk: float
@@ -97,8 +104,8 @@ class Allowed:
     def of(cls, rounding: LogProbDifference | None, *, has_experts: bool = False) -> "Allowed":
         """Return what an engine may be off that computes in the trainer's dtype.
 
-        rounding: how far the trainer is from itself in float32; None: it computes in float32. has_experts: the model is a mixture
-        of experts, and a few tokens may jump.
+        rounding: how far the trainer is from itself in float32; None: it computes in float32. has_experts: the model is
+        a mixture of experts, and a few tokens may jump.
         """
         floor = FLOOR["float32"]
         if rounding is None:
@@ -115,7 +122,9 @@ class Allowed:
 
     @classmethod
     def of_quantized(cls, quantized: Quantized, baseline: LogProbDifference | None) -> "Allowed":
-        """Return what a quantized engine may be off. baseline: the difference on its own first load; None: there was none."""
+        """Return what a quantized engine may be off. baseline: the difference on its own first load; None: there was
+        none.
+        """
         if baseline is None:
             most = quantized.largest_baseline
             return cls(mean=most, bulk=most, sequence=most, position=most)
@@ -145,7 +154,9 @@ class Allowed:
 
 
 def merge(differences: Sequence[LogProbDifference]) -> LogProbDifference:
-    """Merge several rollouts into one. Mean, bulk and k3 are averaged, weighted by tokens; of the rest the worst counts."""
+    """Merge several rollouts into one. Mean, bulk and k3 are averaged, weighted by tokens; of the rest the worst
+    counts.
+    """
     tokens = sum(each.tokens for each in differences)
     return LogProbDifference(
         mean=sum(each.mean * each.tokens for each in differences) / tokens,

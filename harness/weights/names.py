@@ -1,8 +1,8 @@
 """Trainer names -> checkpoint names: what `save_pretrained` would write, as views of the trainer's tensors.
 
-transformers 5 holds experts fused (`experts.gate_up_proj`) and writes them one by one (`experts.0.gate_proj.weight`). SGLang
-knows the names on disk and silently ignores all others. transformers can undo its own fusing; here it does so once, on
-meta tensors, which shows where each checkpoint tensor lies in the trainer's.
+transformers 5 holds experts fused (`experts.gate_up_proj`) and writes them one by one (`experts.0.gate_proj.weight`).
+SGLang knows the names on disk and silently ignores all others. transformers can undo its own fusing; here it does so
+once, on meta tensors, which shows where each checkpoint tensor lies in the trainer's.
 """
 
 import json
@@ -27,9 +27,9 @@ class NotAViewError(ValueError):
 class _SlicesStayViews(TorchFunctionMode):
     """Let Tensor.contiguous() return a slice of a live tensor itself, not a copy of it.
 
-    Newer releases of transformers (5.19 does, 5.12 does not) make each expert that they cut out of a fused tensor contiguous
-    for its file. That changes no value, but the copy no longer shows which live tensor it came from. A transposed tensor is
-    still copied, because what we send keeps the order of the live tensor's dimensions.
+    Newer releases of transformers (5.19 does, 5.12 does not) make each expert that they cut out of a fused tensor
+    contiguous for its file. That changes no value, but the copy no longer shows which live tensor it came from. A
+    transposed tensor is still copied, because what we send keeps the order of the live tensor's dimensions.
     """
 
     def __torch_function__(
@@ -45,9 +45,9 @@ def checkpoint_layout(
 ) -> tuple[TensorView, ...]:
     """Return the tensors of a checkpoint of `model`, in the order of the live tensors, by name within one of them.
 
-    live: full shapes and dtypes by the trainer's names; values are not read. dtype: the checkpoint's dtype for parameters,
-    if it is not the trainer's; buffers keep theirs. Raise NotAViewError for an architecture whose checkpoint merges or
-    computes tensors.
+    live: full shapes and dtypes by the trainer's names; values are not read. dtype: the checkpoint's dtype for
+    parameters, if it is not the trainer's; buffers keep theirs. Raise NotAViewError for an architecture whose
+    checkpoint merges or computes tensors.
     """
     meta = {}
     for name, each in live.items():
@@ -99,7 +99,8 @@ def names_in_checkpoint(model: str) -> frozenset[str]:
 def files_in_checkpoint(model: str) -> dict[str, str]:
     """Return the path of the safetensors file that holds each tensor of a model; empty if there are none.
 
-    model: a folder, or a hub id of which the files are in the cache. Raise ConfigError for a file that is missing there.
+    model: a folder, or a hub id of which the files are in the cache. Raise ConfigError for a file that is missing
+    there.
     """
     index = _cached(model, "model.safetensors.index.json")
     if not index:

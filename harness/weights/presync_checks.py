@@ -27,7 +27,9 @@ class WeightsRefused(ValueError):
 
 
 def check_shards(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise WeightsRefused on every rank if a shard is missing or ranks differ in a name, shape or dtype. Collective."""
+    """Raise WeightsRefused on every rank if a shard is missing or ranks differ in a name, shape or dtype.
+    Collective.
+    """
     mine = {name: (tuple(tensor.shape), str(tensor.dtype), _missing_rows(tensor)) for name, tensor in tensors.items()}
     everyone = all_gather(mine)
     for name in dict.fromkeys(name for each in everyone for name in each):
@@ -92,10 +94,11 @@ def check_coverage(
 ) -> list[str]:
     """Raise WeightsRefused, naming tensors, unless the schedulers of one engine together take every element.
 
-    whole_checkpoint: all that the model's own checkpoint has is sent. Then return a sentence for each parameter of the engine
-    that nothing fills, instead of refusing: SGLang's own load does not fill it either (FalconH1's q_norm, which its forward
-    pass does not use). tied: the trainer's names of tensors that are not sent, as each is another one, whose name follows.
-    Those the engine needs. buffers: the trainer's names of its own. Also return one for each that some ranks fill and others not, if that may be padding.
+    whole_checkpoint: all that the model's own checkpoint has is sent. Then return a sentence for each parameter of the
+    engine that nothing fills, instead of refusing: SGLang's own load does not fill it either (FalconH1's q_norm, which
+    its forward pass does not use). tied: the trainer's names of tensors that are not sent, as each is another one,
+    whose name follows. Tied parameters that the engine needs are still refused. buffers: the trainer's names of its
+    buffers. Also warn of parameters that only some ranks fill, if that may be padding.
     """
     unfilled = unfilled_parameters(coverage) if whole_checkpoint else []
     needed = {sentence: first for sentence in unfilled if (first := tied.get(sentence.partition(":")[0]))}
@@ -122,7 +125,9 @@ def first_of(names: Sequence[str]) -> str:
 def coverage_problems(
     groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage], buffers: Collection[str] = ()
 ) -> list[str]:
-    """Return one sentence for each tensor that would not arrive whole and unchanged. buffers: the trainer's names of its own."""
+    """Return one sentence for each tensor that would not arrive whole and unchanged. buffers: the trainer's names of
+    its own.
+    """
     errors = {name: error for each in coverage for name, error in each.errors.items()}
     found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
     found += dict.fromkeys(
@@ -169,10 +174,11 @@ def unfilled_parameters(coverage: Sequence[LoadCoverage]) -> list[str]:
 
 
 def unfilled_on_some_ranks(coverage: Sequence[LoadCoverage]) -> dict[str, bool]:
-    """Return a sentence for each parameter that a rank's loader ignores and another's fills whole -> whether that is wrong.
+    """Return a sentence for each parameter that a rank's loader ignores and another's fills whole -> whether that is
+    wrong.
 
-    Ranks that fill it from different elements hold shards of it, and the others padding. If two fill it from the same ones, all
-    ranks should hold the same. If only one does, it may be a tensor that is not larger than a shard.
+    Ranks that fill it from different elements hold shards of it, and the others padding. If two fill it from the same
+    ones, all ranks should hold the same. If only one does, it may be a tensor that is not larger than a shard.
     """
     stages: dict[tuple[str, ...], list[LoadCoverage]] = defaultdict(
         list
@@ -218,7 +224,9 @@ def _overwritten(coverage: Sequence[LoadCoverage]) -> list[str]:
 
 
 def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> list[str]:
-    """Return one sentence for each tensor behind which the loaders write zeros that the model's config does not explain."""
+    """Return one sentence for each tensor behind which the loaders write zeros that the model's config does not
+    explain.
+    """
     sentences = []
     for number, group in enumerate(groups):
         views = {view.name: view for view in group.views}
@@ -251,7 +259,9 @@ def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) 
 
 
 def _reads_into(into: str, number: int, coverage: Sequence[LoadCoverage]) -> dict[str, list[tuple[int, TensorView]]]:
-    """Return checkpoint tensor -> (engine rank, what it reads of it) for the copies of a group into one of the engine's tensors."""
+    """Return checkpoint tensor -> (engine rank, what it reads of it) for the copies of a group into one of the engine's
+    tensors.
+    """
     reads: dict[str, list[tuple[int, TensorView]]] = defaultdict(list)
     for each in coverage:
         for copy in each.copies[number]:
@@ -267,7 +277,8 @@ def _cut_sizes(view: TensorView, reads: Iterable[TensorView]) -> list[int]:
 
 
 def _shorter_names(reads: Mapping[str, Sequence[tuple[int, TensorView]]], ranks: int) -> list[str]:
-    """Return the names of which the ranks read less than of others that differ in numbers alone, or some ranks less than others.
+    """Return the names of which the ranks read less than of others that differ in numbers alone, or some ranks less
+    than others.
 
     ranks: how many share each name, unless some of the names are of other experts.
     """
@@ -289,8 +300,8 @@ def _misfit(
 ) -> list[str]:
     """Return what is wrong with the copies that the schedulers make of one checkpoint tensor.
 
-    What the engine holds narrower than its other parameters is its own choice, which its load from disk makes too. So it is
-    what it holds as these of a buffer, which a trainer keeps in float32: dots1's correction bias.
+    What the engine holds narrower than its other parameters is its own choice, which its load from disk makes too. So
+    it is what it holds as these of a buffer, which a trainer keeps in float32: dots1's correction bias.
     """
     sentences = []
     narrower = {copy.held for copy in copies if loses_precision(copy.source.dtype, copy.held)}
@@ -332,8 +343,8 @@ def elements_read(view: TensorView, reads: Iterable[TensorView]) -> int:
     """Return how many elements of a checkpoint tensor are in at least one of the reads.
 
     Ranks that hold the same rows, such as replicated heads, read the same elements, so sizes cannot be added up. Almost
-    always the reads are boxes that differ along one axis; then their ranges are joined, and nothing is marked. Boxes that differ
-    along several, such as a rank's columns of each expert, are marked on the grid of their edges.
+    always the reads are boxes that differ along one axis; then their ranges are joined, and nothing is marked. Boxes
+    that differ along several, such as a rank's columns of each expert, are marked on the grid of their edges.
     """
     distinct = {(read.offset - view.offset, read.steps) for read in reads if read.numel}
     boxes = [_box(view, *each) for each in distinct]
@@ -359,7 +370,9 @@ def _box(view: TensorView, offset: int, steps: Sequence[tuple[int, int]]) -> tup
 
 
 def _on_grid(boxes: Sequence[tuple[tuple[int, int], ...]]) -> int:
-    """Return how many elements are in at least one box. The edges of all boxes cut each axis; a cell is read whole or not."""
+    """Return how many elements are in at least one box. The edges of all boxes cut each axis; a cell is read whole or
+    not.
+    """
     edges = [sorted({edge for box in boxes for edge in box[axis]}) for axis in range(len(boxes[0]))]
     at = [{edge: number for number, edge in enumerate(axis)} for axis in edges]
     read = torch.zeros([len(axis) - 1 for axis in edges], dtype=torch.bool)

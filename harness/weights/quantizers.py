@@ -1,4 +1,6 @@
-"""The code of each format in which an engine may hold its weights (harness/config/precision.py has the facts about them)."""
+"""The code of each format in which an engine may hold its weights (harness/config/precision.py has the facts about
+them).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

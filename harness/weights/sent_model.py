@@ -46,8 +46,8 @@ class SentModel:
     def of_run(cls, config: Config, model: nn.Module, folder: Path, device: torch.device) -> "SentModel":
         """Return what a run sends of its model. folder: the model's own. A collective call of all ranks.
 
-        Raise NotAViewError for an architecture that needs another converter, ConfigError if the folder lacks the layer of a
-        draft model that the run's engine serves.
+        Raise NotAViewError for an architecture that needs another converter, ConfigError if the folder lacks the layer
+        of a draft model that the run's engine serves.
         """
         dtype = getattr(torch, config.model.precision.computed)
         trained = CheckpointConverter(model, dtype)

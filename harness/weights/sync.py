@@ -35,10 +35,10 @@ class WeightSync:
     ) -> None:
         """Plan what is sent. A collective call of all ranks, as every method is.
 
-        transport: one of weights/transports.py by name, or another one. folder: where `disk` writes; all hosts must see it.
-        bucket_size_mib: size limit of one update call. check: refuse weights that cannot arrive, before the engine is
-        touched. offloaded: the model's memory is given up between syncs. Raise WeightsRefused for shards that do not fit
-        together.
+        transport: one of weights/transports.py by name, or another one. folder: where `disk` writes; all hosts must see
+        it. bucket_size_mib: size limit of one update call. check: refuse weights that cannot arrive, before the engine
+        is touched. offloaded: the model's memory is given up between syncs. Raise WeightsRefused for shards that do not
+        fit together.
         """
         self.engine = engine
         self.sent = sent
@@ -61,8 +61,8 @@ class WeightSync:
     def update_engine(self) -> None:
         """Send all weights; the engine forgets the prefixes that it computed with the old ones.
 
-        With `check`, raise WeightsRefused before the engine is touched: if a shard is missing, if a value is not finite,
-        or if the engine's own loader, traced at the first sync, would not take every tensor whole.
+        With `check`, raise WeightsRefused before the engine is touched: if a shard is missing, if a value is not
+        finite, or if the engine's own loader, traced at the first sync, would not take every tensor whole.
         """
         self.weights.refresh()
         if self.check:
@@ -71,7 +71,9 @@ class WeightSync:
         self.transport.send(self.weights)
 
     def restore_scales(self) -> None:
-        """Give an engine in FP8 the scales of its KV cache, which no checkpoint of ours has (no-op for other engines)."""
+        """Give an engine in FP8 the scales of its KV cache, which no checkpoint of ours has (no-op for other
+        engines).
+        """
         if self.engine.can_ask and any(view.dtype in WEIGHTS_IN_8_BITS for view in self.weights.layout):
             with self.engine.weight_update():
                 self.engine.ask(reset_scales_of_kv_cache)
@@ -104,7 +106,8 @@ class WeightSync:
         self._save(self.weights, folder, source)
 
     def save_model(self, folder: Path, source: Path) -> None:
-        """Write the trainer's own weights, in the engine's dtype and not quantized, as a checkpoint folder that transformers loads.
+        """Write the trainer's own weights, in the engine's dtype and not quantized, as a checkpoint folder that
+        transformers loads.
 
         Otherwise as `save`.
         """

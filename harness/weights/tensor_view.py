@@ -1,4 +1,6 @@
-"""TensorView: the one record of "some elements of a tensor", used from the checkpoint's names to the engine's parameters."""
+"""TensorView: the one record of "some elements of a tensor", used from the checkpoint's names to the engine's
+parameters.
+"""
 
 import re
 from collections.abc import Sequence
@@ -40,7 +42,9 @@ class TensorView:
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:
-        """(stride, size) of the axes along which different elements lie, by stride: equal for views of the same elements."""
+        """(stride, size) of the axes along which different elements lie, by stride: equal for views of the same
+        elements.
+        """
         axes = zip(self.stride, self.shape, strict=True)
         return tuple(sorted((stride, size) for stride, size in axes if size != 1 and (stride or not size)))
 

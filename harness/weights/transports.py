@@ -36,7 +36,8 @@ class Transport(Protocol):
 class TensorTransport:
     """SGLang's own update call for each bucket. Every rank sends its copy to the TP rank next to it.
 
-    SGLang's call does not work with several pipeline stages. There, VerlEngine calls load_weights in each scheduler instead.
+    SGLang's call does not work with several pipeline stages. There, VerlEngine calls load_weights in each scheduler
+    instead.
     """
 
     def __init__(self, engine: RolloutEngine, load_format: Literal["flattened_bucket"] | None) -> None:

@@ -1,7 +1,7 @@
 """Which zeros of an engine its configuration explains.
 
-SGLang's loaders fill with zeros what a tensor is too short for. That is right where a size does not divide over the ranks, and
-wrong where a trainer sends one rank's shard as the whole tensor.
+SGLang's loaders fill with zeros what a tensor is too short for. That is right where a size does not divide over the
+ranks, and wrong where a trainer sends one rank's shard as the whole tensor.
 """
 
 import math
@@ -41,14 +41,16 @@ class ModelSizes:
         )
 
     def add_once(self, name: str, shape: Sequence[int]) -> bool:
-        """Return whether a tensor is a bias of what the ranks add up, which one of them has, and the others have zeros."""
+        """Return whether a tensor is a bias of what the ranks add up, which one of them has, and the others have
+        zeros.
+        """
         return name.endswith("bias") and bool(shape) and shape[-1] in self.hidden
 
     def explain(self, sizes: Sequence[int], filled: int, zeros: int, ranks: int) -> bool:
         """Return whether zeros are what SGLang adds to a tensor because its size does not divide.
 
-        sizes: of the axes along which it is cut. filled, zeros: elements that so many ranks read of it, and that they make zero
-        behind it.
+        sizes: of the axes along which it is cut. filled, zeros: elements that so many ranks read of it, and that they
+        make zero behind it.
         """
         share = Fraction(filled, filled + zeros)
         if any(share == Fraction(size, larger) for size, larger in self.enlarged):

@@ -1,4 +1,5 @@
-"""Properties: what to_toml writes, read_layer reads back; later layers win key by key; the digest follows the values."""
+"""Properties: what to_toml writes, read_layer reads back; later layers win key by key; the digest follows the
+values."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""What resolve() makes of a config: "auto" replaced, steps counted, warnings, what was not checked, and what cannot work."""
+"""What resolve() makes of a config: "auto" replaced, steps counted, warnings, what was not checked, and what cannot
+work."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,5 @@
-"""Real torchrun jobs for the tests: started in a session of their own, watched, and accounted for to the last process."""
+"""Real torchrun jobs for the tests: started in a session of their own, watched, and accounted for to the last
+process."""
 
 import contextlib
 import json
@@ -26,12 +27,13 @@ SHARING_GPUS = [
     *["--engine.args.enable_memory_saver", "false", "--engine.args.max_total_tokens", "16384"],
     *["--engine.args.mem_fraction_static", "0.9"],
 ]
-"""For runs that share their GPUs: no memory saver, which judges a release by the free bytes of the whole GPU, and a KV cache of a
-fixed size, where an engine would take a share of what is free. What others take while an engine loads counts against its share."""
+"""For runs that share their GPUs: no memory saver, which judges a release by the free bytes of the whole GPU, and a KV
+cache of a fixed size, where an engine would take a share of what is free. What others take while an engine loads counts
+against its share."""
 Launcher = Literal["forked", "plain"]
 LAUNCHERS: dict[Launcher, list[str]] = {"forked": ["launch/torchrun.py"], "plain": ["-m", "torch.distributed.run"]}
-"""Python's arguments: ranks that are forked from one import, and torchrun's own. The first is sooner at a run's first step,
-the second where a rank ends before it has imported SGLang."""
+"""Python's arguments: ranks that are forked from one import, and torchrun's own. The first is sooner at a run's first
+step, the second where a rank ends before it has imported SGLang."""
 WAYS: dict[Launcher, list[str]] = {"forked": [], "plain": ["--engine.start", "spawn"]}
 """What else makes every process of a run a Python of its own, or forks it."""
 both_ways = pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -100,7 +102,8 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def mistake(self) -> str:
-        """The sentence of a job that ended by one: at once, and as the last line of the screen, below torchrun's report.
+        """The sentence of a job that ended by one: at once, and as the last line of the screen, below torchrun's
+        report.
 
         What writes the last line outlives torchrun by a moment.
         """

@@ -1,4 +1,5 @@
-"""launch/ppo.py with one fault: a layer of the engine computes with a hidden copy of its first weight. For tests only."""
+"""launch/ppo.py with one fault: a layer of the engine computes with a hidden copy of its first weight. For tests
+only."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""launch/ppo.py with one fault: from sync STALE_FROM on (0 is the first one), no sync does anything, or says so. For tests only."""
+"""launch/ppo.py with one fault: from sync STALE_FROM on (0 is the first one), no sync does anything, or says so. For
+tests only."""
 
 import os
 import sys

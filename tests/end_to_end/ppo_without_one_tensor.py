@@ -1,4 +1,5 @@
-"""launch/ppo.py with one fault: SGLang's own update call is never given model.layers.1.mlp.up_proj.weight. For tests only."""
+"""launch/ppo.py with one fault: SGLang's own update call is never given model.layers.1.mlp.up_proj.weight. For tests
+only."""
 
 import sys
 from pathlib import Path

@@ -70,7 +70,8 @@ LOOKS_SECONDS, STRIKE_SECONDS = 5.0, 30.0
 
 @pytest.fixture
 def starve() -> Iterator[Callable[[int], None]]:
-    """Let the kernel's out-of-memory killer strike a process, in a memory cgroup whose limit follows what it uses down."""
+    """Let the kernel's out-of-memory killer strike a process, in a memory cgroup whose limit follows what it uses
+    down."""
     group, limit, usage = memory_cgroup(f"harness-test-{os.getpid()}")
 
     def strike(pid: int) -> None:
@@ -88,7 +89,8 @@ def starve() -> Iterator[Callable[[int], None]]:
 
 
 def memory_cgroup(name: str) -> tuple[Path, Path, Path]:
-    """Make a group; return its folder and the files of its limit and of what it uses. Skip the test if none can be made."""
+    """Make a group; return its folder and the files of its limit and of what it uses. Skip the test if none can be
+    made."""
     for parent, limit, usage in CGROUPS:
         group = parent / name
         with suppress(OSError):

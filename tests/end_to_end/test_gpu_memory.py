@@ -101,9 +101,9 @@ def test_offload_leaves_the_gpu_and_changes_no_result(staged: Job, tmp_path: Pat
     for mine, other in zip(job.metrics()[:3], staged.metrics()[:3], strict=True):
         for name in ("actor/grad_norm", "critic/grad_norm", "actor/entropy"):
             assert mine[name] == pytest.approx(other[name], rel=0.05)
-    # Of an element: 4 bytes of actor and critic and 2 of the reference, which were built, and 16 of AdamW's two states of
-    # two models, which makes 26/10 of what was built. The sync's buffers and cuBLAS's workspaces stay: for a model as small
-    # as this they are most of what is used.
+    # Of an element: 4 bytes of actor and critic and 2 of the reference, which were built, and 16 of AdamW's two states
+    # of two models, which makes 26/10 of what was built. The sync's buffers and cuBLAS's workspaces stay: for a model
+    # as small as this they are most of what is used.
     left = at_end_of(staged, "free_caches", "used") - at_end_of(job, "free_caches", "used")
     assert left > 2.3 * at_end_of(staged, "build_trainer", "used")
 

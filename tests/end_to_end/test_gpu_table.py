@@ -1,7 +1,7 @@
 """Models x precisions x meshes x options on GPUs: three PPO steps each, every element read back after every sync.
 
-`pytest -m gpu -s` prints a row of the table of docs/measurements/gpu_runs.md for each. The runs share the GPUs, AT_ONCE of them at a time, and
-so without the memory saver; test_gpu_memory.py has it.
+`pytest -m gpu -s` prints a row of the table of docs/measurements/gpu_runs.md for each. The runs share the GPUs, AT_ONCE
+of them at a time, and so without the memory saver; test_gpu_memory.py has it.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Every script on a Python that has nothing but its standard library: --help, wrong command lines, and which Python to use."""
+"""Every script on a Python that has nothing but its standard library: --help, wrong command lines, and which Python to
+use."""
 
 import subprocess
 import sys

@@ -1,8 +1,8 @@
 """The recipes for clusters, as far as they can be tested on one machine.
 
-Neither Slurm nor sshd nor Kubernetes can run here. Mocks stand in for scontrol, srun and ssh: programs on PATH that start
-the same commands on this machine with the variables that the real ones set. Where no real torchrun is needed, a mock of
-it sleeps or fails.
+Neither Slurm nor sshd nor Kubernetes can run here. Mocks stand in for scontrol, srun and ssh: programs on PATH that
+start the same commands on this machine with the variables that the real ones set. Where no real torchrun is needed, a
+mock of it sleeps or fails.
 """
 
 import json

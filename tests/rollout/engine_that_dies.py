@@ -1,6 +1,7 @@
 """engine_that_dies.py FOLDER: one rank with a real engine, whose scheduler then raises at a tensor of a wrong shape.
 
-With --forked its processes are forked. With --garbage SGLang's tokenizer manager, in this process, gets a message that it cannot read.
+With --forked its processes are forked. With --garbage SGLang's tokenizer manager, in this process, gets a message that
+it cannot read.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""in_flight_on_two_ranks.py FOLDER: run by torchrun; updates of a real engine of tp 2 in SGLang's CPU mode, made while it answers.
+"""in_flight_on_two_ranks.py FOLDER: run by torchrun; updates of a real engine of tp 2 in SGLang's CPU mode, made while
+it answers.
 
 Rank 0 writes what each rank saw as JSON.
 """

@@ -1,7 +1,7 @@
 """parallel_engine.py MODEL ARGUMENTS FILE: a real engine of a tiny model, on the CPU in float32, and what it computes.
 
-ARGUMENTS: of sglang.Engine, as JSON. FILE gets, as JSON, the tokens and log-probs of prompts and of greedy answers: with the
-weights that the engine loaded, and with other ones after an update.
+ARGUMENTS: of sglang.Engine, as JSON. FILE gets, as JSON, the tokens and log-probs of prompts and of greedy answers:
+with the weights that the engine loaded, and with other ones after an update.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""The processes of an engine: their output, their errors, their deaths, with real children; SIGQUIT in real event loops."""
+"""The processes of an engine: their output, their errors, their deaths, with real children; SIGQUIT in real event
+loops."""
 
 import asyncio
 import multiprocessing

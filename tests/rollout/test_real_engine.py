@@ -1,4 +1,5 @@
-"""sglang_api and VerlEngine on one real engine of tp 2 in SGLang's CPU mode, started once for all tests of this file."""
+"""sglang_api and VerlEngine on one real engine of tp 2 in SGLang's CPU mode, started once for all tests of this
+file."""
 
 import json
 import os

@@ -58,7 +58,8 @@ Draft.__name__ = "StageNextN"
 class Engine:
     """A channel of one rank with its scheduler. The engine's calls are files, which all schedulers handle in order.
 
-    As SGLang does, it answers when the first scheduler is done. models: how many the channel expects; shown: how many it is shown.
+    As SGLang does, it answers when the first scheduler is done. models: how many the channel expects; shown: how many
+    it is shown.
     """
 
     def __init__(

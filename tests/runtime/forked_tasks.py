@@ -69,7 +69,8 @@ def set_title(argument: bytes, descriptors: Sequence[int]) -> None:
 
 
 def fork_in_turn(argument: bytes, descriptors: Sequence[int]) -> None:
-    """Fork from the server that this process was given; say what the two processes are, and whether a second call gives one."""
+    """Fork from the server that this process was given; say what the two processes are, and whether a second call gives
+    one."""
     from harness.runtime.fork_server import HANDED_OVER, ForkServer, Task
 
     [server] = ForkServer.handed_over()

@@ -229,7 +229,8 @@ activate()
 
 
 def test_experts_of_other_ranks_add_nothing_and_those_here_count_in_full() -> None:
-    """Expert parallelism: each rank computes with its own experts, marks the others with -1, and outputs are added up."""
+    """Expert parallelism: each rank computes with its own experts, marks the others with -1, and outputs are added
+    up."""
     from harness.runtime.standins.harness_sglang_cpu import _without_absent_experts
 
     draw = torch.Generator().manual_seed(0)

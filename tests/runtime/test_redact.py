@@ -89,7 +89,8 @@ def test_free_text_without_secrets_is_left_alone(given: str) -> None:
 
 
 def test_no_file_of_a_run_has_a_secret(tmp_path: Path) -> None:
-    """environment.json as a run writes it; the reports and the export of a run directory that has secrets in it all the same."""
+    """environment.json as a run writes it; the reports and the export of a run directory that has secrets in it all the
+    same."""
     assert not any(each in json.dumps(behaviour(SECRETS | PLAIN)) for each in HIDDEN)
     folder = fake_run(tmp_path / "run")
     ranks = json.loads((folder / "environment.json").read_text())

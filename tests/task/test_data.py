@@ -225,7 +225,8 @@ def test_rows_are_drawn_by_a_seed_as_verl_draws_them(tmp_path):
         write_jsonl(folder, "train", records(50))
     every = load_rows([str(folder) for folder in folders], "train")
     drawn = load_rows([str(folder) for folder in folders], "train", 10, seed=7)
-    # verl/utils/dataset/rl_dataset.py: default_rng(data.seed).choice(rows of all files, train_max_samples, replace=False)
+    # verl/utils/dataset/rl_dataset.py: default_rng(data.seed).choice(rows of all files, train_max_samples,
+    # replace=False)
     assert drawn == [every[index] for index in np.random.default_rng(7).choice(100, size=10, replace=False)]
     assert len({row.where for row in drawn}) == 10 and drawn != every[:10]
     assert load_rows([str(folders[0])], "train", 80, seed=7) == every[:50]

@@ -1,4 +1,5 @@
-"""Trackers: what they write, read back from the real packages where they are installed; what is refused, and what fails."""
+"""Trackers: what they write, read back from the real packages where they are installed; what is refused, and what
+fails."""
 
 import importlib.util
 import json

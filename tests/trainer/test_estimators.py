@@ -31,7 +31,8 @@ def tensor(numbers: Any) -> Tensor:
 
 
 def estimate(rank: int, words: str, rewards: Tensor, mask: Tensor, **parts: Tensor) -> Batch:
-    """What Ppo makes of this rank's part of these token rewards [B, T], which come to it as KL with a coefficient of 1."""
+    """What Ppo makes of this rank's part of these token rewards [B, T], which come to it as KL with a coefficient of
+    1."""
     share = len(rewards) // 2
     everything = Batch(
         input_ids=mask.long(),

@@ -210,7 +210,8 @@ def test_sizes_of_a_model_of_text_and_images_are_those_of_its_language_part() ->
 
 
 def test_a_vision_tower_has_the_names_of_a_published_checkpoint() -> None:
-    """transformers learns the prefix vision_model only as it reads a checkpoint, and here the model is made from its config."""
+    """transformers learns the prefix vision_model only as it reads a checkpoint, and here the model is made from its
+    config."""
     _, model = build_on_meta(gemma3(), torch.float32)
     names = {view.name for view in CheckpointConverter(model).layout()}
     assert "vision_tower.vision_model.encoder.layers.0.layer_norm1.weight" in names

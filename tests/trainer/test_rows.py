@@ -30,7 +30,8 @@ def test_a_tensor_that_is_not_sharded_is_on_one_rank_whole() -> None:
 
 
 def _compare_with_torch(rank: int) -> list[str]:
-    """Return where RowShards and torch disagree on this rank, and the error for a tensor that is not sharded by rows."""
+    """Return where RowShards and torch disagree on this rank, and the error for a tensor that is not sharded by
+    rows."""
     mesh = init_device_mesh("cpu", (3,))
     wrong = []
     for rows in range(1, 9):

@@ -1,5 +1,5 @@
-"""Ppo.learn over several PPO steps, in float32 on one to four ranks, padded, packed, by a token budget and offloaded, equals
-a float64 program of one process.
+"""Ppo.learn over several PPO steps, in float32 on one to four ranks, padded, packed, by a token budget and offloaded,
+equals a float64 program of one process.
 """
 
 from collections.abc import Iterable

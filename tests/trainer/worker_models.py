@@ -286,7 +286,8 @@ def measure_mixed(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
 
 
 def measure_float16(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
-    """Gradients in float16 against those in float32, of losses of usual, tiny and huge size; and what never is finite."""
+    """Gradients in float16 against those in float32, of losses of usual, tiny and huge size; and what never is
+    finite."""
     result: dict[str, Any] = {}
 
     def actor_in(dtype: torch.dtype, size: float) -> tuple[Actor, Batch]:

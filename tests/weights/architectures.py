@@ -1,8 +1,8 @@
 """Run by test_architectures.py in a process of its own: SGLang's class of each architecture against transformers'.
 
-SGLang's model is built on the CPU at tp 1 by SGLang's own functions, without its server, so that models are covered of which
-the CPU mode has no kernels. Each architecture has a child process, forked when everything is imported: SGLang keeps one
-configuration for each process.
+SGLang's model is built on the CPU at tp 1 by SGLang's own functions, without its server, so that models are covered of
+which the CPU mode has no kernels. Each architecture has a child process, forked when everything is imported: SGLang
+keeps one configuration for each process.
 """
 
 import json

@@ -22,7 +22,8 @@ REST_SECONDS = 1.0
 
 
 def tied_embeddings_are_sent_once(stand: Stand) -> list[str]:
-    """Not a fault for this model: its lm_head is tied to the embedding, so it is not sent, and no check refuses that."""
+    """Not a fault for this model: its lm_head is tied to the embedding, so it is not sent, and no check refuses
+    that."""
     sent = [tensor.name for tensor in stand.sync.weights.layout if tensor.name == "lm_head.weight"]
     return [*sent, *stand.refused()]
 

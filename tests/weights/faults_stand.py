@@ -77,7 +77,8 @@ class Stand:
         check: bool = True,
         transport: Any = "pull",
     ) -> WeightSync:
-        """A sync of the stand's model in several buckets. names, layout: in place of what a CheckpointConverter calls."""
+        """A sync of the stand's model in several buckets. names, layout: in place of what a CheckpointConverter
+        calls."""
         model = model or self.model
         converter = Faulty(model, names or named_tensors, layout or checkpoint_layout)
         folder = self.folder / "run"
@@ -107,7 +108,8 @@ class Stand:
         return [*read_back(sync.weights, sync.loader).differences, *self.log_prob_violations()]
 
     def reloaded(self) -> list[str]:
-        """What loading again, which the default level does for what no fingerprint shows, says of what the engine holds."""
+        """What loading again, which the default level does for what no fingerprint shows, says of what the engine
+        holds."""
         left = self.compared().left
         found = load_again(self.sync.weights, self.sync.loader, left)
         return [*(f"reloaded: {sentence}" for sentence in found.wrong), *found.not_covered]
@@ -143,8 +145,8 @@ class Stand:
         return self.seen(sync)
 
     def refused(self, **replaced: Any) -> list[str]:
-        """Return what such a sync raises, then all problems that it could have named, then the engine's tensors that it did
-        touch. If it raises nothing: what is seen after the sync."""
+        """Return what such a sync raises, then all problems that it could have named, then the engine's tensors that it
+        did touch. If it raises nothing: what is seen after the sync."""
         self.sync.loader.trace_once()  # the first trace derives what a load derives
         before = snapshot_weights(self.engine)
         found: list[str] = []
@@ -157,7 +159,8 @@ class Stand:
         return [*raised, *found, *(f"touched: {name}" for name in sorted({name for each in touched for name in each}))]
 
     def hook(self, path: str, text: str) -> None:
-        """Break every scheduler, or repair it; see faults_in_scheduler.py. The next ask waits until each has done it."""
+        """Break every scheduler, or repair it; see faults_in_scheduler.py. The next ask waits until each has done
+        it."""
         self.engine.update_weights_from_tensor([(text, torch.zeros(1))], load_format=path)
         self.engine.disconnect()
 
@@ -265,7 +268,8 @@ def no_shard_is_padding(stand: Stand) -> list[str]:
 
 
 def no_bit_is_missed(stand: Stand) -> list[str]:
-    """Name what the default level does not catch: a bit in a tensor of an engine, a sync that left one of the trainer's out.
+    """Name what the default level does not catch: a bit in a tensor of an engine, a sync that left one of the trainer's
+    out.
 
     Each tensor of each scheduler, derived ones included; and each tensor of the trainer, with three transports.
     """

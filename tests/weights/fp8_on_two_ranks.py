@@ -1,8 +1,9 @@
 """fp8_on_two_ranks.py FOLDER OPTIONS: run by torchrun, two ranks, real SGLang engines in block-FP8.
 
-OPTIONS, as JSON: model, device, dp, tp, engine arguments, transports, and faults: whether to break what the engine holds. Through
-each transport in turn come weights that differ in every tensor from those before; what the engines then hold and compute is
-compared with what was sent, and with a reload of it from disk. Each rank writes what it saw as JSON.
+OPTIONS, as JSON: model, device, dp, tp, engine arguments, transports, and faults: whether to break what the engine
+holds. Through each transport in turn come weights that differ in every tensor from those before; what the engines then
+hold and compute is compared with what was sent, and with a reload of it from disk. Each rank writes what it saw as
+JSON.
 """
 
 import json
@@ -134,7 +135,8 @@ def problems(sync: Any) -> list[str]:
 
 
 def apart(engine: Any, sync: Any, model: Any, load: Any, folder: Path) -> dict[str, Any]:
-    """How far log-probs are apart: engine and a reload of what was sent; engine and trainer; engine and the same values there."""
+    """How far log-probs are apart: engine and a reload of what was sent; engine and trainer; engine and the same values
+    there."""
     from harness.weights.fp8_blocks import E4M3, scale_name
     from harness.weights.verification.disk_reload import compare_with_reload
 

@@ -1,7 +1,7 @@
 """Weights of many architectures: none is called wrong that is right, no bit is missed, no check changes the engine.
 
-The program is tests/weights/architectures.py. Where SGLang's CPU mode has no kernels for a model, its class and its loader are
-still SGLang's own.
+The program is tests/weights/architectures.py. Where SGLang's CPU mode has no kernels for a model, its class and its
+loader are still SGLang's own.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A converter that makes two tensors of one, as a quantizing one does, goes through everything that a sync has.
 
-Each matrix is sent as int8 (or 8-bit floats) with one float32 scale for each row, made anew from the trainer's shards at
-every sync.
+Each matrix is sent as int8 (or 8-bit floats) with one float32 scale for each row, made anew from the trainer's shards
+at every sync.
 """
 
 from collections.abc import Mapping

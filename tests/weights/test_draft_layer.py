@@ -1,4 +1,5 @@
-"""The MTP layer of a checkpoint: read next to the trainer's tensors, sent as it is, and found by role where it did not arrive."""
+"""The MTP layer of a checkpoint: read next to the trainer's tensors, sent as it is, and found by role where it did not
+arrive."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""Block-FP8 into real SGLang engines on two ranks: every transport, a reload of what was sent, and faults that are named."""
+"""Block-FP8 into real SGLang engines on two ranks: every transport, a reload of what was sent, and faults that are
+named."""
 
 import json
 import os
@@ -17,8 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("fp8_on_two_ranks.py")
 TRANSPORTS = ("distributed", "tensor", "disk", "pull", "bucket")
 ROUNDING = {"qwen2": 0.03, "qwen3": 0.03, "qwen3_moe": 0.08, "deepseek_v3": 0.05, "moonlight": 0.05}
-"""Log-probs of the dequantized values in the trainer and in the engine, both in bfloat16, differ by less on the CPU: by 0.010,
-0.053 and 0.014. With the values as they were before, by 0.07 to 0.17. A mixture of experts differs where a router's choice does."""
+"""Log-probs of the dequantized values in the trainer and in the engine, both in bfloat16, differ by less on the CPU: by
+0.010, 0.053 and 0.014. With the values as they were before, by 0.07 to 0.17. A mixture of experts differs where a
+router's choice does."""
 
 
 def run(folder: Path, model: str, device: str = "cpu", dp: int = 1, **options: Any) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""What the disk transport leaves behind, and which rooms a transport needs; test_transports_real.py has real engines."""
+"""What the disk transport leaves behind, and which rooms a transport needs; test_transports_real.py has real
+engines."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
 """transports_on_two_ranks.py FOLDER DP TP TRANSPORT...: run by torchrun, two ranks, real engines in CPU mode.
 
-One start of the engines, in bfloat16; through each transport in turn come float32 weights that differ in every tensor from
-those before, and what the engines then hold is read back. Each rank writes what it saw as JSON.
+One start of the engines, in bfloat16; through each transport in turn come float32 weights that differ in every tensor
+from those before, and what the engines then hold is read back. Each rank writes what it saw as JSON.
 """
 
 import json
@@ -106,7 +106,8 @@ def change_every_tensor(model: torch.nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def difference(engine: Any, model: Any) -> float:
-    """Largest |engine log-prob - trainer log-prob| of what the engine generates; the prompts are always the same ones."""
+    """Largest |engine log-prob - trainer log-prob| of what the engine generates; the prompts are always the same
+    ones."""
     answers = engine.generate(
         input_ids=PROMPTS, sampling_params={"max_new_tokens": 6, "ignore_eos": True}, return_logprob=True
     )

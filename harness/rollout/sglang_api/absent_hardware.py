@@ -62,8 +62,8 @@ class AssumedGpu:
 def shapes_of_gpu(config: Any) -> None:
     """Have SGLang build what a GPU would hold where its CPU mode differs in more than kernels.
 
-    config: transformers' config, changed in place. In CPU mode SGLang reads the numbers of linear attention's heads from
-    fields that it pads for CPUs, and its rotary embedding, which has no weights, knows DeepSeek-V3's kind only.
+    config: transformers' config, changed in place. In CPU mode SGLang reads the numbers of linear attention's heads
+    from fields that it pads for CPUs, and its rotary embedding, which has no weights, knows DeepSeek-V3's kind only.
     """
     for each in {id(part): part for part in (config, getattr(config, "text_config", config))}.values():
         for heads in ("linear_num_key_heads", "linear_num_value_heads"):
@@ -79,7 +79,8 @@ def shapes_of_gpu(config: Any) -> None:
 def models_of_gpu() -> None:
     """Have SGLang's imported model classes and their loaders take the way that they take on a GPU.
 
-    On a CPU some pad what they load: 0.5.17 pads the sinks of gpt-oss to all ranks, although with DP attention each has all.
+    On a CPU some pad what they load: 0.5.17 pads the sinks of gpt-oss to all ranks, although with DP attention each has
+    all.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("sglang.srt.models.") and hasattr(module, "_is_cpu"):
@@ -94,11 +95,12 @@ def without_warm_up(model: Any) -> None:
 
 
 def mxfp4_of_gpu() -> None:
-    """Have SGLang know MXFP4, and pad experts in it, as on a GPU with triton_kernels, which its kernels for NVIDIA GPUs bring.
+    """Have SGLang know MXFP4, and pad experts in it, as on a GPU with triton_kernels, which its kernels for NVIDIA GPUs
+    bring.
 
-    Some releases register MXFP4 for GPUs alone. Without the padding SGLang's loader fails in CPU mode where sizes do not divide, as those of gpt-oss do not by 8. In
-    bfloat16 a GPU's triton_kernels has the same experts transposed, which the loader of the CPU mode does not know. Call it
-    once SGLang's modules are imported.
+    Some releases register MXFP4 for GPUs alone. Without the padding SGLang's loader fails in CPU mode where sizes do
+    not divide, as those of gpt-oss do not by 8. In bfloat16 a GPU's triton_kernels has the same experts transposed,
+    which the loader of the CPU mode does not know. Call it once SGLang's modules are imported.
     """
     mxfp4 = sys.modules.get("sglang.srt.layers.quantization.mxfp4")
     if mxfp4 is not None and hasattr(mxfp4, "has_triton_kernels"):
@@ -111,8 +113,8 @@ def mxfp4_of_gpu() -> None:
 def define_kernels(models: Path) -> None:
     """Give each kernel that a file of SGLang's models takes while it is imported a name, if it is not installed.
 
-    models: the folder of these files. Without the name the import fails, and SGLang takes a class of transformers instead.
-    Kernels that a file only asks for later stay absent, because SGLang looks whether it has them.
+    models: the folder of these files. Without the name the import fails, and SGLang takes a class of transformers
+    instead. Kernels that a file only asks for later stay absent, because SGLang looks whether it has them.
     """
     for file in sorted(models.glob("*.py")):
         text = file.read_text(encoding="utf-8")

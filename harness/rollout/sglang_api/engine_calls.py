@@ -1,7 +1,7 @@
 """Call an sglang.Engine in the same way for every release, and make what travels in the calls.
 
-The Engine reports most failures as a returned (False, message); `call` raises EngineRefused instead. Only the process that
-built the engine with node_rank 0 may call it: on other nodes an Engine has no tokenizer manager.
+The Engine reports most failures as a returned (False, message); `call` raises EngineRefused instead. Only the process
+that built the engine with node_rank 0 may call it: on other nodes an Engine has no tokenizer manager.
 """
 
 import asyncio
@@ -57,8 +57,8 @@ def call(engine: Engine, method: str, *arguments: Any, **named: Any) -> None:
 def flush_cache(engine: Engine) -> None:
     """Empty the prefix cache as soon as the engine is idle. Raise EngineRefused if it is not within IDLE_SECONDS.
 
-    With overlapped scheduling, which is SGLang's default on a GPU, a scheduler still computes one batch after it has sent the last
-    answer, and refuses until that is done.
+    With overlapped scheduling, which is SGLang's default on a GPU, a scheduler still computes one batch after it has
+    sent the last answer, and refuses until that is done.
     """
     end = time.monotonic() + IDLE_SECONDS
     while True:
@@ -122,7 +122,8 @@ def start_loop(
 def why_no_update(model: Any) -> str:
     """Return why SGLang refuses to update a scheduler's model, in its own words; "" if it does not.
 
-    Its update calls ask the same. On some GPUs it computes with what it has derived from weights, and no update reaches that.
+    Its update calls ask the same. On some GPUs it computes with what it has derived from weights, and no update reaches
+    that.
     """
     # A scheduler has imported it, in releases that have such copies.
     updater = sys.modules.get("sglang.srt.model_executor.model_runner_components.weight_updater")
@@ -165,8 +166,8 @@ def open_update_group(
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_seconds)
-    # Not by init_method: under torchrun, torch would make this rank a client of the agent's store, and nobody would serve
-    # this one. multi_tenant: after a failure the store of the last group may still be alive.
+    # Not by init_method: under torchrun, torch would make this rank a client of the agent's store, and nobody would
+    # serve this one. multi_tenant: after a failure the store of the last group may still be alive.
     store = dist.TCPStore(address, port, world_size, is_master=True, timeout=timeout, multi_tenant=True)
     group = source.load("srt/utils", "init_custom_process_group")(
         backend=backend,
@@ -193,8 +194,8 @@ def unlink_shared_memory(engine: Engine) -> None:
 def close(engine: Engine) -> None:
     """Let the engine close what it holds in this process, without ending any process: the caller does that.
 
-    SGLang's shutdown would kill every child of this process, also multiprocessing's resource tracker. Python starts that
-    again at exit, with a warning, and then it does not know which names in /dev/shm to remove.
+    SGLang's shutdown would kill every child of this process, also multiprocessing's resource tracker. Python starts
+    that again at exit, with a warning, and then it does not know which names in /dev/shm to remove.
     """
     with patch.object(sys.modules[type(engine).__module__], "kill_process_tree", lambda *_, **__: None, create=True):
         engine.shutdown()
@@ -203,8 +204,8 @@ def close(engine: Engine) -> None:
 def serialize(obj: object) -> bytes:
     """Pickle as SGLang's MultiprocessingSerializer does: tensors are passed as handles of shared memory.
 
-    On a GPU the handle is a CUDA IPC handle, so the sender's memory must live until the engine has answered. On the CPU it
-    is a file descriptor that can be fetched once, so each scheduler needs a payload of its own.
+    On a GPU the handle is a CUDA IPC handle, so the sender's memory must live until the engine has answered. On the CPU
+    it is a file descriptor that can be fetched once, so each scheduler needs a payload of its own.
     """
     import torch.multiprocessing  # noqa: F401 - registers the reducers of tensors
 
@@ -217,7 +218,9 @@ def deserialize(payload: bytes) -> Any:
 
 
 def local_serialized_tensor(api: SGLangApi, values: Sequence[bytes]) -> Any:
-    """Return SGLang's placeholder for one tensor: TP rank r opens values[r], which the trainer rank next to it serialized."""
+    """Return SGLang's placeholder for one tensor: TP rank r opens values[r], which the trainer rank next to it
+    serialized.
+    """
     has_class = api.tree.find_class("LocalSerializedTensor", WEIGHT_UPDATER) is not None
     return source.load(WEIGHT_UPDATER if has_class else MODEL_RUNNER, "LocalSerializedTensor")(values=list(values))
 
@@ -238,7 +241,8 @@ def tensors_of_bucket(bucket: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def patch_reductions() -> None:
-    """Make CUDA IPC handles carry the GPU's UUID in place of its index: sender and scheduler may number GPUs differently.
+    """Make CUDA IPC handles carry the GPU's UUID in place of its index: sender and scheduler may number GPUs
+    differently.
 
     Call before `serialize` on every rank that sends GPU tensors. A second call does nothing.
     """

@@ -25,7 +25,8 @@ NEGATED = re.compile(r"not \w+\.(\w+)")
 
 
 def memory_imbalance_environment() -> dict[str, str | None]:
-    """Return what lets an engine start next to a trainer that already uses memory on some GPUs. None removes a variable.
+    """Return what lets an engine start next to a trainer that already uses memory on some GPUs. None removes a
+    variable.
 
     The old names must be absent: up to 0.5.17 SGLang copies the value of SGL_DISABLE_... into SGLANG_ENABLE_...
     unchanged, so that "disable = true" enables the check.
@@ -69,8 +70,8 @@ def common_environment(api: SGLangApi, engine_args: Mapping[str, Any], environ: 
 def meaning(name: str, value: str | None) -> object:
     """Return what SGLang understands by a variable's value; None: unset.
 
-    Its Engine writes defaults into the environment, such as SGLANG_ENABLE_TORCH_COMPILE = 0, which change nothing. And no
-    import looks at the cores of an engine, which its schedulers look at when they start.
+    Its Engine writes defaults into the environment, such as SGLANG_ENABLE_TORCH_COMPILE = 0, which change nothing. And
+    no import looks at the cores of an engine, which its schedulers look at when they start.
     """
     if name == CORES:
         return None
@@ -86,7 +87,9 @@ def meaning(name: str, value: str | None) -> object:
 
 
 def _assignments(body: list[ast.stmt], tests: tuple[str, ...] = ()) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield each os.environ[variable] = value of a block, but not of nested functions, with the tests of the `if`s around."""
+    """Yield each os.environ[variable] = value of a block, but not of nested functions, with the tests of the `if`s
+    around.
+    """
     for statement in body:
         match statement:
             case ast.If(test=test):

@@ -9,7 +9,8 @@ from harness.rollout.sglang_api.source import SourceTree
 
 CHOICES = "srt/arg_groups/choices.py"
 ABSORBED_MLA = ("srt/plugins/__init__.py", "srt/models/deepseek_common/attention_backend_handler.py")
-"""Files without which the stand-ins cannot register the absorbed method of MLA for the CPU: plugins, and the registry."""
+"""Files without which the stand-ins cannot register the absorbed method of MLA for the CPU: plugins, and the
+registry."""
 
 LLAMA = "srt/models/llama.py"
 EAGLE_WORKER = "srt/speculative/eagle_worker_v2.py"
@@ -32,7 +33,9 @@ def engine_facts(api: SGLangApi) -> SGLangFacts:
 
 
 def _why_no_drafts_on_cpu(tree: SourceTree) -> str:
-    """Return what the EAGLE worker lacks for rollouts on a CPU, or "" if harness_sglang_draft can stand in for the rest."""
+    """Return what the EAGLE worker lacks for rollouts on a CPU, or "" if harness_sglang_draft can stand in for the
+    rest.
+    """
     if "_is_cpu" not in tree.text(EAGLE_WORKER):
         return "its draft workers wait for CUDA streams"
     if "def _verify_uses_greedy" not in tree.text(VERIFY):
@@ -41,7 +44,9 @@ def _why_no_drafts_on_cpu(tree: SourceTree) -> str:
 
 
 def _llama_loads_block_scales(tree: SourceTree) -> bool:
-    """Return whether Llama's load_weights takes weight_scale_inv by its own name, at least for block-FP8 (sglang#30234)."""
+    """Return whether Llama's load_weights takes weight_scale_inv by its own name, at least for block-FP8
+    (sglang#30234).
+    """
     text = tree.text(LLAMA)
     return '(".weight_scale_inv", ".weight_scale")' not in text or "weight_block_size" in text
 

@@ -1,7 +1,7 @@
 """Requests that an sglang.Engine answers while other calls are made on it: pause, update the weights, continue.
 
-Engine's methods run its event loop until their own answer is there. A request that was made a task of this loop moves on in
-each of these calls, and its schedulers work on it all the time, so no thread is needed.
+Engine's methods run its event loop until their own answer is there. A request that was made a task of this loop moves
+on in each of these calls, and its schedulers work on it all the time, so no thread is needed.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ def pause_modes(api: SGLangApi) -> tuple[str, ...]:
 def pause_generation(api: SGLangApi, engine: Engine, mode: PauseMode) -> None:
     """Stop generating, and keep all requests. Raise ValueError if this SGLang cannot pause in this way.
 
-    in_place keeps the KV cache of the running requests, so it cannot be flushed meanwhile. retract drops it: with the next
-    tokens it is computed anew.
+    in_place keeps the KV cache of the running requests, so it cannot be flushed meanwhile. retract drops it: with the
+    next tokens it is computed anew.
     """
     if mode not in pause_modes(api):
         able = ", ".join(pause_modes(api)) or "nothing"
@@ -73,10 +73,11 @@ def continue_generation(engine: Engine) -> None:
 
 
 def set_weight_version(engine: Engine, version: str) -> None:
-    """Name the weights that the engine holds. Engine's own update methods take no version, though the requests they make do.
+    """Name the weights that the engine holds. Engine's own update methods take no version, though the requests they
+    make do.
 
-    Newer releases tell the schedulers, and each answer has the versions of all its tokens (meta_info.weight_versions). Before,
-    only the tokenizer manager knows it, and an answer has the version at its end.
+    Newer releases tell the schedulers, and each answer has the versions of all its tokens (meta_info.weight_versions).
+    Before, only the tokenizer manager knows it, and an answer has the version at its end.
     """
     manager = engine.tokenizer_manager
     if hasattr(manager, "update_weight_version"):

@@ -1,7 +1,7 @@
 """The configuration and the process groups of one engine rank, set up as the installed release of SGLang sets them up.
 
-Releases differ in what they publish, in what they read it from, and in the sizes that they want to be told. Each of their
-functions is called with those of the known values that its own signature names.
+Releases differ in what they publish, in what they read it from, and in the sizes that they want to be told. Each of
+their functions is called with those of the known values that its own signature names.
 """
 
 import importlib
@@ -19,8 +19,8 @@ FAKE = {"backend": "fake", "dist_init_method": "fake://", "distributed_init_meth
 def start_rank(server_arguments: Any, rank: int) -> Any:
     """Publish the configuration of one rank, build its groups, and return SGLang's config of the model.
 
-    server_arguments: SGLang's ServerArgs. rank: in the engine, stage by stage. Raise UnsupportedEnvironment if a function of
-    this release wants what is not known here.
+    server_arguments: SGLang's ServerArgs. rank: in the engine, stage by stage. Raise UnsupportedEnvironment if a
+    function of this release wants what is not known here.
     """
     _publish(server_arguments, rank)
     _initialize_kernels(server_arguments)
@@ -58,7 +58,9 @@ def _publish(server_arguments: Any, rank: int) -> None:
 
 
 def _initialize_kernels(server_arguments: Any) -> None:
-    """Choose the kernels of experts and of quantized products, as the release's scheduler does before it loads a model."""
+    """Choose the kernels of experts and of quantized products, as the release's scheduler does before it loads a
+    model.
+    """
     known = {"server_args": server_arguments}
     call_with(_module("srt.layers.moe").initialize_moe_config, known)
     for number in ("fp8", "fp4"):

@@ -1,8 +1,9 @@
 """The KV cache of one token on one engine rank, as SGLang's own configurator of its memory pools counts it.
 
-Layers differ: some keep every token, some only those in a sliding window, some a state of fixed size in place of tokens. SGLang's
-`pool_configurator` decides by its own config of the model, and asks its ModelRunner, which needs a GPU. Here it is given a
-stand-in for that: the facts about one rank. A release or a model that asks for more is answered by "not known".
+Layers differ: some keep every token, some only those in a sliding window, some a state of fixed size in place of
+tokens. SGLang's `pool_configurator` decides by its own config of the model, and asks its ModelRunner, which needs a
+GPU. Here it is given a stand-in for that: the facts about one rank. A release or a model that asks for more is answered
+by "not known".
 """
 
 import importlib
@@ -30,7 +31,8 @@ class KvCache:
     window_ratio: float = 1.0
     """How many tokens that pool has, for each token of the other one (SGLang's swa_full_tokens_ratio)."""
     state_ratio: float = 0.0
-    """What states of linear attention or Mamba take, in multiples of the KV cache (SGLang's mamba_full_memory_ratio)."""
+    """What states of linear attention or Mamba take, in multiples of the KV cache (SGLang's
+    mamba_full_memory_ratio)."""
     unknown: str = ""
 
     def token_bytes(self, window_ratio: float | None = None) -> int:

@@ -1,7 +1,8 @@
-"""SGLang's own model class on the meta device, as one rank of an engine of any size would build it: no memory, no network.
+"""SGLang's own model class on the meta device, as one rank of an engine of any size would build it: no memory, no
+network.
 
-The process groups are torch's "fake" backend: each knows its rank and size, and a collective call does nothing. SGLang keeps
-one configuration for each process, so one process builds one rank.
+The process groups are torch's "fake" backend: each knows its rank and size, and a collective call does nothing. SGLang
+keeps one configuration for each process, so one process builds one rank.
 """
 
 import importlib
@@ -52,9 +53,11 @@ class MetaRank(NamedTuple):
 
 
 def prepare_import(folder: Path, draft: bool = False) -> None:
-    """Have SGLang import the classes of this model alone, and not its two hundred others. Call it before sglang is imported.
+    """Have SGLang import the classes of this model alone, and not its two hundred others. Call it before sglang is
+    imported.
 
-    folder: with config.json. draft: also those of draft models, because only SGLang knows which one it is. Raise UnsupportedEnvironment if this release has no class of that architecture.
+    folder: with config.json. draft: also those of draft models, because only SGLang knows which one it is. Raise
+    UnsupportedEnvironment if this release has no class of that architecture.
     """
     wanted, classes = _architectures(folder), model_classes(installed("sglang"))
     if not any(wanted & each for each in classes.values()):
@@ -76,10 +79,11 @@ def _models() -> Path:
 
 
 def import_all(folder: Path) -> None:
-    """Import what build_on_meta needs. SGLang's modules make tensors when they are imported, so never below a device mode.
+    """Import what build_on_meta needs. SGLang's modules make tensors when they are imported, so never below a device
+    mode.
 
-    Raise UnsupportedEnvironment if SGLang, or its class that config.json names, cannot be imported here. Without the class
-    SGLang itself would log that and take a class of transformers.
+    Raise UnsupportedEnvironment if SGLang, or its class that config.json names, cannot be imported here. Without the
+    class SGLang itself would log that and take a class of transformers.
     """
     wanted = _architectures(folder)
     with _importing("srt.server_args"):
@@ -98,7 +102,9 @@ def import_all(folder: Path) -> None:
 
 @contextmanager
 def _importing(what: str) -> Iterator[None]:
-    """Raise UnsupportedEnvironment for whatever SGLang's files raise while they are imported, because it is the reason."""
+    """Raise UnsupportedEnvironment for whatever SGLang's files raise while they are imported, because it is the
+    reason.
+    """
     try:
         yield
     except Exception as error:
@@ -116,10 +122,10 @@ def reads_index(folder: Path) -> bool:
 def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: bool = False) -> MetaRank:
     """Return one engine rank, with SGLang's quantization, placement of experts, and pipeline stage.
 
-    folder: with config.json. arguments: SGLang's server arguments. rank: in the engine, stage by stage. draft: the rank's
-    draft model instead, which speculative_algorithm among the arguments asks for. Whatever SGLang itself
-    raises for a model that it cannot build passes through. Raise UnsupportedEnvironment for a release whose groups want what is
-    not known here, and if SGLang would build another class than the one that it should.
+    folder: with config.json. arguments: SGLang's server arguments. rank: in the engine, stage by stage. draft: the
+    rank's draft model instead, which speculative_algorithm among the arguments asks for. Whatever SGLang itself raises
+    for a model that it cannot build passes through. Raise UnsupportedEnvironment for a release whose groups want what
+    is not known here, and if SGLang would build another class than the one that it should.
     """
     server_arguments = load("srt/server_args.py", "ServerArgs")(
         model_path=str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True,
@@ -154,8 +160,9 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
 def _lacks_attention_dp(model: Any, heads: int, arguments: Mapping[str, Any]) -> str:
     """Return a sentence if the class cuts its attention over all ranks although the engine has attention DP; else "".
 
-    heads: of the whole model. Each group of attention DP serves other requests and allocates a KV cache for the heads of its
-    own ranks, so together they must hold all heads; a class that divides them by tp_size would add up ranks of other requests.
+    heads: of the whole model. Each group of attention DP serves other requests and allocates a KV cache for the heads
+    of its own ranks, so together they must hold all heads; a class that divides them by tp_size would add up ranks of
+    other requests.
     """
     groups = arguments.get("dp_size") or 1
     if groups == 1 or not arguments.get("enable_dp_attention"):
@@ -172,7 +179,9 @@ def _lacks_attention_dp(model: Any, heads: int, arguments: Mapping[str, Any]) ->
 
 
 def _check_pipeline(model: Any, stages: int) -> None:
-    """Raise what SGLang's ModelRunner raises, once the model is built, for a class that cannot be one stage of several."""
+    """Raise what SGLang's ModelRunner raises, once the model is built, for a class that cannot be one stage of
+    several.
+    """
     if stages > 1 and "pp_proxy_tensors" not in inspect.signature(model.forward).parameters:
         raise AssertionError("Pipeline Parallel is not compatible with this model.")
 
@@ -194,7 +203,9 @@ def _attention_backend(folder: Path) -> str:
 
 
 def _check_class(model_config: Any) -> None:
-    """Raise UnsupportedEnvironment if SGLang's registry lacks the class, in whose place it would take one of transformers."""
+    """Raise UnsupportedEnvironment if SGLang's registry lacks the class, in whose place it would take one of
+    transformers.
+    """
     wanted = model_config.hf_config.architectures  # those of config.json, or SGLang's own for a draft model
     if not set(wanted) & set(_module("srt.models.registry").ModelRegistry.get_supported_archs()):
         raise UnsupportedEnvironment(
@@ -204,7 +215,9 @@ def _check_class(model_config: Any) -> None:
 
 @contextmanager
 def _draft_scope(model_config: Any, algorithm: str) -> Iterator[None]:
-    """Do what SGLang's EagleDraftWorker does around the draft model that it builds: its groups, and its kernels of experts."""
+    """Do what SGLang's EagleDraftWorker does around the draft model that it builds: its groups, and its kernels of
+    experts.
+    """
     parallel, utils = _module("srt.speculative.draft_parallel"), _module("srt.speculative.spec_utils")
     moe, algorithms = _module("srt.layers.moe.utils"), _module("srt.speculative.spec_info").SpeculativeAlgorithm
     spec = parallel.model_draft_parallel_spec(model_config, spec_algorithm=algorithms.from_string(algorithm))
@@ -220,7 +233,8 @@ def _draft_scope(model_config: Any, algorithm: str) -> Iterator[None]:
 def shared_with_target(draft: Any, stages: int) -> frozenset[str]:
     """Return the parameters of a draft model in whose place SGLang puts the target's own: its embedding and its head.
 
-    With several pipeline stages only the head: the last stage, which has the draft model, has no embedding of the target.
+    With several pipeline stages only the head: the last stage, which has the draft model, has no embedding of the
+    target.
     """
     embedding, head = draft.get_embed_and_head()
     shared = {id(head)} if stages > 1 else {id(embedding), id(head)}
@@ -232,7 +246,9 @@ def _module(name: str) -> Any:
 
 
 def _join_fake_groups(rank: int, world: int) -> None:
-    """Make every process group of this process a fake one. That lasts for the life of the process, which builds one rank."""
+    """Make every process group of this process a fake one. That lasts for the life of the process, which builds one
+    rank.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     real_new_group = dist.new_group

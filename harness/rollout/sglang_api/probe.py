@@ -40,17 +40,18 @@ class SGLangApi:
     update_session: bool
     """Updates from tensors or a group are refused outside begin_weight_update / end_weight_update. Since 0.5.21."""
     cores_by_device: bool
-    """In CPU mode SGLANG_CPU_OMP_THREADS_BIND has one entry per engine rank on the host. Since 0.5.19; before, one entry
-    per TP rank of the engine, whatever its host."""
+    """In CPU mode SGLANG_CPU_OMP_THREADS_BIND has one entry per engine rank on the host. Since 0.5.19; before, one
+    entry per TP rank of the engine, whatever its host."""
     routed_experts: bool
-    """generate(return_routed_experts=True) says which experts each token took. Since 0.5.7, so for every supported release;
-    a fact because the flag was lost on the way more than once (slime#1145, miles#407)."""
+    """generate(return_routed_experts=True) says which experts each token took. Since 0.5.7, so for every supported
+    release; a fact because the flag was lost on the way more than once (slime#1145, miles#407)."""
     graphs_in_memory_saver: bool
-    """The memory of CUDA graphs can be released by the tag "cuda_graph". Not in 0.5.12 and 0.5.13, where the default custom
-    all-reduce ignores SGLANG_MEMORY_SAVER_CUDA_GRAPH and would register memory that cannot be shared; in 0.5.16 and newer."""
+    """The memory of CUDA graphs can be released by the tag "cuda_graph". Not in 0.5.12 and 0.5.13, where the default
+    custom all-reduce ignores SGLANG_MEMORY_SAVER_CUDA_GRAPH and would register memory that cannot be shared; in 0.5.16
+    and newer."""
     breakable_graphs: bool
-    """Prefill may be captured in graphs with breaks, which refuse to start in the memory saver. In 0.5.14 and newer, where they
-    are what SGLang captures for most models by itself."""
+    """Prefill may be captured in graphs with breaks, which refuse to start in the memory saver. In 0.5.14 and newer,
+    where they are what SGLang captures for most models by itself."""
 
 
 def probe(tree: SourceTree | None = None) -> SGLangApi:

@@ -1,9 +1,10 @@
 """Python code of a model that SGLang would import without being trusted with it, found before anything is imported.
 
-transformers, and most of SGLang, ask trust_remote_code first. Two places of SGLang do not, as of 0.5.23: what auto_map names is
-imported for an architecture of which SGLang has no class (resolve_transformers_arch in srt/model_loader/utils.py), and the code
-of a processor, where transformers cannot make it (_build_processor_manually in srt/utils/hf_transformers/processor.py). With a
-class of its own SGLang imports nothing, so a published DeepSeek-V3, whose config.json has an auto_map, is no such model.
+transformers, and most of SGLang, ask trust_remote_code first. Two places of SGLang do not, as of 0.5.23: what auto_map
+names is imported for an architecture of which SGLang has no class (resolve_transformers_arch in
+srt/model_loader/utils.py), and the code of a processor, where transformers cannot make it (_build_processor_manually in
+srt/utils/hf_transformers/processor.py). With a class of its own SGLang imports nothing, so a published DeepSeek-V3,
+whose config.json has an auto_map, is no such model.
 """
 
 from collections.abc import Mapping
@@ -20,10 +21,11 @@ PROCESSOR = "AutoProcessor"
 
 
 def unasked_code(config: Config, *, download: bool = False) -> dict[str, str]:
-    """Return why SGLang would run Python code of a model unasked, as part of a sentence, by the key that names the model.
+    """Return why SGLang would run Python code of a model unasked, as part of a sentence, by the key that names the
+    model.
 
-    Without an installed sglang, architectures are not looked up. download: whether files of a hub's model may be fetched. Raise
-    ConfigError for a file that is no JSON object.
+    Without an installed sglang, architectures are not looked up. download: whether files of a hub's model may be
+    fetched. Raise ConfigError for a file that is no JSON object.
     """
     tree = installed("sglang") if find_spec("sglang") else None
     names = {key: config.engine.args.get(key.removeprefix("engine.args.")) for key in (DRAFT, TOKENIZER)}
@@ -45,7 +47,9 @@ def unasked_code(config: Config, *, download: bool = False) -> dict[str, str]:
 
 
 def named_code(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the entries of every auto_map in a model's JSON file, those of its language model too: "MODULE.CLASS" by auto class."""
+    """Return the entries of every auto_map in a model's JSON file, those of its language model too: "MODULE.CLASS" by
+    auto class.
+    """
     found, tables = dict[str, str](), [fields]
     while tables:
         table = tables.pop()
@@ -56,7 +60,9 @@ def named_code(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def without_class(fields: Mapping[str, Any], tree: SourceTree) -> str:
-    """Return the architectures of a config.json if SGLang has no class for any of them, or "this model"; otherwise ""."""
+    """Return the architectures of a config.json if SGLang has no class for any of them, or "this model"; otherwise
+    "".
+    """
     wanted = [str(each) for each in fields.get("architectures") or ()]
     known = frozenset[str]().union(*model_classes(tree).values())
     return "" if known.intersection(wanted) else " or ".join(wanted) or "this model"

@@ -3,10 +3,10 @@
 torch_native always attends to the latent KV cache, so MLA models (DeepSeek) must take the absorbed method for prefill
 too; SGLang registers no method for it. DP attention asks the backend for the length of a padded sequence, and expert
 parallelism marks the experts of other ranks with -1, which the native experts take for an index. Where both are on, the
-experts' sum is scattered by NCCL; SGLang's own function for deterministic inference does it by an all-reduce. The memory for
-routed experts (enable_return_routed_experts) is pinned, which needs a GPU. SGLang calls `register`
-in every process of an engine, logs an error raised here, and continues: harness.tools.preflight.require_absorbed_mla
-is what refuses a release without the registry.
+experts' sum is scattered by NCCL; SGLang's own function for deterministic inference does it by an all-reduce. The
+memory for routed experts (enable_return_routed_experts) is pinned, which needs a GPU. SGLang calls `register` in every
+process of an engine, logs an error raised here, and continues: harness.tools.preflight.require_absorbed_mla is what
+refuses a release without the registry.
 """
 
 from typing import Any
@@ -40,7 +40,9 @@ def register() -> None:
 def _in_plain_memory(
     cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str, device: str = "cpu"
 ) -> None:
-    """Make SGLang's cache of the experts that each token took, int32 [num_tokens, num_layers, topk_size], without pinning."""
+    """Make SGLang's cache of the experts that each token took, int32 [num_tokens, num_layers, topk_size], without
+    pinning.
+    """
     import torch
 
     cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)

@@ -1,7 +1,9 @@
-"""A SGLang plugin (entry point group sglang.srt.plugins): a draft model (EAGLE, NEXTN) with attention_backend="torch_native".
+"""A SGLang plugin (entry point group sglang.srt.plugins): a draft model (EAGLE, NEXTN) with
+attention_backend="torch_native".
 
 SGLang's EAGLE worker knows CPUs, with the attention of AMX and kernels of sgl_kernel. The kernels stand in
-sgl_kernel/speculative.py; here is what torch_native lacks for a chain of one draft (speculative_num_steps = 1, topk = 1):
+sgl_kernel/speculative.py; here is what torch_native lacks for a chain of one draft (speculative_num_steps = 1, topk =
+1):
 
 - Verifying and drafting attend to the tokens in the cache and, causally, to the new ones: what torch_native's prefill does,
   once it knows how many are in the cache. It is the draft's backend for its prefill too.
@@ -43,7 +45,9 @@ def register() -> None:
 
 
 def _told_of_prefixes(forward_extend: Any) -> Any:
-    """Return torch_native's forward_extend, for batches that verify drafts too: SGLang gives these no prefix lengths."""
+    """Return torch_native's forward_extend, for batches that verify drafts too: SGLang gives these no prefix
+    lengths.
+    """
 
     def extended(
         backend: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True

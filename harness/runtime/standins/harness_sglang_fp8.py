@@ -1,12 +1,12 @@
 """A SGLang plugin (entry point group sglang.srt.plugins): block-FP8 layers on a CPU without AMX, in plain torch.
 
-SGLang has FP8 kernels for GPUs and for CPUs with AMX, and asserts that it has one of them. This stands in for the kernels
-only: what a layer holds, how it is loaded, sharded and updated is SGLang's own. Weights keep the layout of the checkpoint.
-For each call they are dequantized to the dtype of the activations, which are not quantized; SGLang's AMX kernels compute so too
-(w8a16), its GPU kernels also quantize the activations (w8a8).
+SGLang has FP8 kernels for GPUs and for CPUs with AMX, and asserts that it has one of them. This stands in for the
+kernels only: what a layer holds, how it is loaded, sharded and updated is SGLang's own. Weights keep the layout of the
+checkpoint. For each call they are dequantized to the dtype of the activations, which are not quantized; SGLang's AMX
+kernels compute so too (w8a16), its GPU kernels also quantize the activations (w8a8).
 
-Linear layers with one scale for each tensor, as quantization="fp8" makes them of a checkpoint in 16 bits, are processed after
-loading as on a GPU: the weight is transposed. Their experts are not stood in for.
+Linear layers with one scale for each tensor, as quantization="fp8" makes them of a checkpoint in 16 bits, are processed
+after loading as on a GPU: the weight is transposed. Their experts are not stood in for.
 """
 
 from types import SimpleNamespace
@@ -15,7 +15,9 @@ from unittest.mock import patch
 
 
 def register() -> None:
-    """Replace the FP8 kernels where SGLang would assert AMX; ImportError or AttributeError on a SGLang that lacks a name."""
+    """Replace the FP8 kernels where SGLang would assert AMX; ImportError or AttributeError on a SGLang that lacks a
+    name.
+    """
     from sglang.srt.layers.quantization import fp8, fp8_utils
     from sglang.srt.models.deepseek_common import deepseek_weight_loader
     from sglang.srt.utils import cpu_has_amx_support, is_cpu
@@ -31,7 +33,8 @@ def register() -> None:
         (linear, "apply"): _linear(dequantize),
         (experts, of_blocks): _keep,
         (experts, "apply"): _experts(experts.apply, dequantize),
-        # MLA's absorbed w_kc and w_vc: in bfloat16, as on a GPU, and not in FP8 with one scale, which needs a kernel too.
+        # MLA's absorbed w_kc and w_vc: in bfloat16, as on a GPU, and not in FP8 with one scale, which needs a kernel
+        # too.
         (deepseek_weight_loader, "block_quant_to_tensor_quant"): _dequantized(dequantize),
     }
     for owner, name in replaced:

@@ -44,8 +44,8 @@ from harness.tools.diagnose.log_lines import lines_of
 from harness.tools.environments import has_gpu, uv_environment
 
 Outcome = Literal["not run", "confirmed", "flaky", "another cause", "another failure"]
-"""Of the revert. flaky: the newer end ended differently when it was run again. another cause: the revert changes nothing.
-another failure: without the commit the newer end fails in a way of its own, or cannot be run."""
+"""Of the revert. flaky: the newer end ended differently when it was run again. another cause: the revert changes
+nothing. another failure: without the commit the newer end fails in a way of its own, or cannot be run."""
 AnswerKind = Literal["found", "probable", "set", "several"]
 EXIT_CODES: dict[AnswerKind, int] = {"found": 0, "probable": 1, "set": 1, "several": 3}
 UPSTREAM = {
@@ -72,15 +72,16 @@ class SecondCause:
     seen: int
     """The candidate nearest to the edge that fails as the bad end does."""
     hidden: tuple[int, ...]
-    """The bad candidates between the edge and `seen`. They fail in another way, which may hide the bad end's failure."""
+    """The bad candidates between the edge and `seen`. They fail in another way, which may hide the bad end's
+    failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """The edges, where good turns to bad or bad to good, oldest first, and what they mean.
 
-    found: one edge, between two neighbours. probable: the same, but by chance it may be wrong. set: the edge is somewhere
-    among candidates that cannot be classified. several: more than one cause.
+    found: one edge, between two neighbours. probable: the same, but by chance it may be wrong. set: the edge is
+    somewhere among candidates that cannot be classified. several: more than one cause.
     """
 
     kind: AnswerKind
@@ -151,7 +152,9 @@ def second_cause(state: State) -> SecondCause | None:
 
 
 def next_for_cause(state: State) -> int | None:
-    """Return the candidate to run next to find where the bad end's own failure follows another one; None if it is known."""
+    """Return the candidate to run next to find where the bad end's own failure follows another one; None if it is
+    known.
+    """
     if not (cause := second_cause(state)):
         return None
     near, inner = cause.hidden[-1], range(*sorted((cause.hidden[-1], cause.seen)))
@@ -303,7 +306,9 @@ def _with_place(made: Attempt) -> str:
 
 
 def write_report(state: State, answer: Answer, folder: Path) -> str:
-    """Write report.md without secrets, and each environment's pins. Return the answer in a few lines. Raises OSError."""
+    """Write report.md without secrets, and each environment's pins. Return the answer in a few lines. Raises
+    OSError.
+    """
     for record in (each for each in state.records if each.attempts):
         file = _freeze_file(folder, record.name)
         file.parent.mkdir(exist_ok=True)
@@ -405,7 +410,9 @@ def _upstream(state: State, before: Record, after: Record) -> Iterator[str]:
 
 
 def _packages(old: Mapping[str, str], new: Mapping[str, str], trace: Traceback | None, package: str) -> Iterator[str]:
-    """Yield the packages that differ. The suspect is the one in whose code the traceback ends, else the candidate's own."""
+    """Yield the packages that differ. The suspect is the one in whose code the traceback ends, else the candidate's
+    own.
+    """
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if not old or not new or not changed:
         return
@@ -518,7 +525,8 @@ def _assignments(state: State, record: Record, environment: Environment) -> list
         "BISECT_CANDIDATE": record.name
     }
     hidden = [*NOT_SHOWN, *([] if is_ours else ["HARNESS_VENV"])]
-    # PYTHONPATH is never that of the user's shell, because launch/bisect_versions.py puts its checkout there for itself.
+    # PYTHONPATH is never that of the user's shell, because launch/bisect_versions.py puts its checkout there for
+    # itself.
     changed = {n: v for n, v in variables.items() if n not in hidden and (v != os.environ.get(n) or n == "PYTHONPATH")}
     return [
         f'PATH={quote(str(Path(environment.python).parent))}:"$PATH"',

@@ -1,4 +1,6 @@
-"""A bisect from its command line to its answer: one install and one run at a time, with the state saved after every run."""
+"""A bisect from its command line to its answer: one install and one run at a time, with the state saved after every
+run.
+"""
 
 import signal
 import sys
@@ -107,7 +109,9 @@ def _read_options(words: Sequence[str], description: str) -> Options:
 
 
 def _refuse_another_question(words: Sequence[str], command: Sequence[str]) -> None:
-    """Raise WrongQuestion if --resume comes with more than --then-git. words: the command line without --resume FOLDER."""
+    """Raise WrongQuestion if --resume comes with more than --then-git. words: the command line without --resume
+    FOLDER.
+    """
     named = [option for word in words if (option := word.partition("=")[0]).startswith("--") and option != "--then-git"]
     extra = named[0] if named else f"the command {join(command)}" if command else ""
     if extra:
@@ -128,7 +132,9 @@ def resume(folder: Path, then_git: str) -> int:
 
 
 def _checkout(given: str) -> str:
-    """Return the absolute path of the checkout that --then-git names, or "" if it is not given. Raises WrongQuestion."""
+    """Return the absolute path of the checkout that --then-git names, or "" if it is not given. Raises
+    WrongQuestion.
+    """
     if not given:
         return ""
     folder = existing_folder("--then-git", given)
@@ -471,7 +477,9 @@ class Bisection:
         )
 
     def _limit(self) -> float:
-        """Return the most seconds of a run; 0 for none. By default a run that hangs must not stop an unattended bisect."""
+        """Return the most seconds of a run; 0 for none. By default a run that hangs must not stop an unattended
+        bisect.
+        """
         given, good_end = self.state.question.options.timeout, self.state.good_end
         if given != AUTO:
             return parse_seconds(given)

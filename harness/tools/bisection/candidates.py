@@ -63,8 +63,9 @@ def labels(candidates: Iterable[Candidate]) -> str:
 def settle(question: Question) -> Question:
     """Name the package; with --git, also replace the ends by hashes, as a branch moves. Raises WrongQuestion.
 
-    What is searched is the first-parent history of the newer end. If the older end is not part of it, because it is on a
-    side branch, merged or not, the search starts where that branch began: what main had by then is all that both share.
+    What is searched is the first-parent history of the newer end. If the older end is not part of it, because it is on
+    a side branch, merged or not, the search starts where that branch began: what main had by then is all that both
+    share.
     """
     options = question.options
     if not options.git:
@@ -117,7 +118,8 @@ def find_candidates(question: Question) -> list[Candidate]:
 def between(found: Mapping[Version, Candidate], older: str, newer: str, source: str) -> list[Candidate]:
     """Return the versions from `older` to `newer`, both included. Raises WrongQuestion.
 
-    Between the ends, yanked releases are left out, and between two final releases also release candidates and nightly builds.
+    Between the ends, yanked releases are left out, and between two final releases also release candidates and nightly
+    builds.
     """
     low, high = ends = _version(older), _version(newer)
     final = not any(end.is_prerelease for end in ends)
@@ -146,7 +148,9 @@ def _version(text: str) -> Version:
 
 
 def is_build_of(found: Version, wanted: Version) -> bool:
-    """Return whether `found` is the version wanted. 2.9.0+cpu is a build of 2.9.0, as for pip; 2.9.0 is none of 2.9.0+cpu."""
+    """Return whether `found` is the version wanted. 2.9.0+cpu is a build of 2.9.0, as for pip; 2.9.0 is none of
+    2.9.0+cpu.
+    """
     return found == wanted or (not wanted.local and Version(found.public) == wanted)
 
 
@@ -226,7 +230,9 @@ def files_of_page(text: str, is_json: bool) -> list[Mapping[str, Any]]:
 
 
 def _files_of_index(index: str, package: str) -> list[Mapping[str, Any]]:
-    """Return a package's files; none if the index does not have it. Raises Pause, which does not show the index's login."""
+    """Return a package's files; none if the index does not have it. Raises Pause, which does not show the index's
+    login.
+    """
     address = f"{index.rstrip('/')}/{canonicalize_name(package)}/"
     try:
         address, authorization = _without_login(address)
@@ -239,7 +245,9 @@ def _files_of_index(index: str, package: str) -> list[Mapping[str, Any]]:
 
 
 def _without_login(address: str) -> tuple[str, str]:
-    """Return the address without its USER:PASSWORD@, and the value of the header that gives them; "" without a login."""
+    """Return the address without its USER:PASSWORD@, and the value of the header that gives them; "" without a
+    login.
+    """
     parts = urlsplit(address)
     login, _, host = parts.netloc.rpartition("@")
     user, _, password = login.partition(":")
@@ -302,7 +310,8 @@ def export_commit(checkout: Path, commit: str, folder: Path) -> None:
     """Unpack a commit into a new folder. Raises Pause."""
     folder.mkdir(parents=True)
     words, untar = ["git", "-C", str(checkout), "archive", commit], ["tar", "-x", "-C", str(folder)]
-    # At its end `with` closes this process's end of the pipe, and then waits: git would write for ever to a tar that is gone.
+    # At its end `with` closes this process's end of the pipe, and then waits: git would write for ever to a tar that is
+    # gone.
     with subprocess.Popen(words, stdout=subprocess.PIPE) as archive:
         try:
             unpack = subprocess.run(untar, stdin=archive.stdout, capture_output=True, text=True)
@@ -348,7 +357,9 @@ def git(checkout: Path, *arguments: str) -> str:
 
 
 def git_lines(checkout: Path, *arguments: str) -> list[str]:
-    """Return the lines that git prints. Not by splitlines, because a subject may hold other separators, such as U+2028."""
+    """Return the lines that git prints. Not by splitlines, because a subject may hold other separators, such as
+    U+2028.
+    """
     return [line for line in git(checkout, *arguments).split("\n") if line]
 
 

@@ -51,7 +51,8 @@ same = lambda name: re.sub(r"[-_.]+", "-", name).lower() == sys.argv[1]
 named = [n for n, found in m.packages_distributions().items() if any(map(same, found)) and n.isidentifier()]
 modules = {sys.argv[2]} & {*named} or named or [sys.argv[2]]
 """
-"""Finds the modules of a package; its arguments are the package's normal name and that of its module, as far as that is known."""
+"""Finds the modules of a package; its arguments are the package's normal name and that of its module, as far as that is
+known."""
 _IMPORT = (
     _MODULES
     + """
@@ -92,7 +93,9 @@ class Run:
 
 
 def run_once(run: Run, beat: Callable[[], None] | None = None) -> Attempt:
-    """Run the command and classify it. beat: called twice a second. Raises Pause if the script asks to stop, OSError."""
+    """Run the command and classify it. beat: called twice a second. Raises Pause if the script asks to stop,
+    OSError.
+    """
     question, environment, log = run.question, run.environment, run.folder / LOG
     run.folder.mkdir(FOLDER_MODE, parents=True)
     variables, command = run.variables(), command_of(question, environment.python, run.folder)
@@ -165,7 +168,9 @@ def imported_by(run: Run) -> str:
 
 
 def _first_code(log: Path) -> int:
-    """Return the exit code of the rank that failed first, by torchrun's report; torchrun itself exits with 1 for any."""
+    """Return the exit code of the rank that failed first, by torchrun's report; torchrun itself exits with 1 for
+    any.
+    """
     cause = RootCause()
     for line in lines_of(str(log)):
         cause.read(line.whole)

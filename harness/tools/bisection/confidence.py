@@ -1,9 +1,9 @@
 """How sure an answer is if the failure comes and goes (--repeat), and what to run again to be surer.
 
-The answer is wrong if a bad release passed every time and was taken for a good one: then the first bad one is older. We assume
-that each candidate is as likely to be the first bad one as any other, and that each bad one fails as often as the bad end. That
-rate is estimated by a Beta distribution from the bad end's runs after its first failure. The first failure itself does not
-count, because without it there would be no bisect.
+The answer is wrong if a bad release passed every time and was taken for a good one: then the first bad one is older. We
+assume that each candidate is as likely to be the first bad one as any other, and that each bad one fails as often as
+the bad end. That rate is estimated by a Beta distribution from the bad end's runs after its first failure. The first
+failure itself does not count, because without it there would be no bisect.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from harness.tools.bisection.state import State
 CONFIDENCE = 0.95
 """An answer below this is called probable."""
 WANTED = 1 - 0.75 * (1 - CONFIDENCE)
-"""The confidence that reruns aim for. It is above CONFIDENCE, because stopping at the first moment that looks sure enough
-would favour lucky runs."""
+"""The confidence that reruns aim for. It is above CONFIDENCE, because stopping at the first moment that looks sure
+enough would favour lucky runs."""
 BAD_END_FAILURES = 12
 """So many failures of the bad end give its rate well enough. At most half of --confirm is spent on them."""
 
@@ -29,7 +29,9 @@ class FailureRate:
     runs: int
 
     def all_pass(self, runs: int) -> float:
-        """Return the probability that so many runs all pass: the mean of (1 - rate) ** runs over the Beta distribution."""
+        """Return the probability that so many runs all pass: the mean of (1 - rate) ** runs over the Beta
+        distribution.
+        """
         failed, passed = max(self.failed, 0.5), self.runs - self.failed + 0.5
         return exp(lgamma(passed + runs) - lgamma(passed) + lgamma(failed + passed) - lgamma(failed + passed + runs))
 

@@ -1,4 +1,6 @@
-"""The first failure that a run's log shows, and whether two failures have the same cause, judged by words and places."""
+"""The first failure that a run's log shows, and whether two failures have the same cause, judged by words and
+places.
+"""
 
 import re
 from collections import deque
@@ -124,7 +126,8 @@ def cause_of(made: Attempt) -> Cause:
 def same_cause(one: Cause, other: Cause) -> bool:
     """Return whether both have the same message, numbers and paths aside, from the same place.
 
-    If a place is not known, the message decides. If there is no message, as for a bare assert, the line of code decides.
+    If a place is not known, the message decides. If there is no message, as for a bare assert, the line of code
+    decides.
     """
     specific = min(len(one.words), len(other.words)) >= _SPECIFIC_WORDS
     if one.slug and one.slug == other.slug:

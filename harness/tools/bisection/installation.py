@@ -78,7 +78,9 @@ def module_of(package: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """An interpreter, the folders to put first on its PYTHONPATH, and the version of every package that it then finds."""
+    """An interpreter, the folders to put first on its PYTHONPATH, and the version of every package that it then
+    finds.
+    """
 
     python: str
     paths: tuple[str, ...] = ()
@@ -167,7 +169,9 @@ def _ask_uv(words: Sequence[str], stdin: str = "") -> str:
 
 
 def _install_by_uv(words: Sequence[str], folder: Path) -> None:
-    """Run `uv WORDS` with its output in folder/install.log. If this process dies, uv ends too. Raises Unavailable, Pause."""
+    """Run `uv WORDS` with its output in folder/install.log. If this process dies, uv ends too. Raises Unavailable,
+    Pause.
+    """
     log, command = folder / "install.log", [uv_binary(), *words, "--color", "never"]
     with log.open("wb") as output:
         ended = run_tree(command, output=output, env=_uv_variables())
@@ -276,8 +280,9 @@ class Commits(Provider):
 def _import_root(files: Path, package: str) -> Path:
     """Return the folder of a commit's files from which the package is imported: python/, src/, or the files' own.
 
-    python/ and src/ may hold something else, such as C++: on the path they would leave the installed package to be tested.
-    If the module of the package's name is nowhere, its name may be another one: return the first folder with any package.
+    python/ and src/ may hold something else, such as C++: on the path they would leave the installed package to be
+    tested. If the module of the package's name is nowhere, its name may be another one: return the first folder with
+    any package.
     """
     folders = [folder for folder in (files / "python", files / "src", files) if folder.is_dir()]
     own = [folder for folder in folders if _holds(folder, module_of(package))]
@@ -396,7 +401,9 @@ def _cpu_torch(pin: str, *sources: str) -> list[str]:
 
 
 def torch_backend(freeze: Mapping[str, str], sources: Sequence[str]) -> list[str]:
-    """Return the arguments with which uv finds the CPU build of torch that an environment has; none if it needs none."""
+    """Return the arguments with which uv finds the CPU build of torch that an environment has; none if it needs
+    none.
+    """
     version, _, build = freeze.get("torch", "").partition("+")
     found: list[str] = []
     with suppress(WrongQuestion):  # there is no uv
@@ -420,7 +427,8 @@ def python_of(options: Options) -> str:
 def provider_of(question: Question, folder: Path, no_gpu: bool, python: str = "") -> Provider:
     """Return the provider that the options ask for. Raises WrongQuestion, Pause.
 
-    folder: of the bisect. python: the interpreter with which the bisect began; "" to take the one that the options name.
+    folder: of the bisect. python: the interpreter with which the bisect began; "" to take the one that the options
+    name.
     """
     options, store = question.options, store_root()
     python = python or python_of(options)
@@ -467,7 +475,9 @@ def _held(question: Question) -> tuple[str, ...]:
 
 
 def _published(requirement: str) -> str:
-    """Return when the release that a requirement pins was published; "" if it pins none. Raises WrongQuestion, Pause."""
+    """Return when the release that a requirement pins was published; "" if it pins none. Raises WrongQuestion,
+    Pause.
+    """
     asked = Requirement(requirement)
     pins = [each.version for each in asked.specifier if each.operator in ("==", "===")]
     if not pins:
@@ -483,7 +493,9 @@ def _published(requirement: str) -> str:
 
 
 def unmet_requirements(environment: Environment, package: str) -> dict[str, tuple[str, str]]:
-    """Return which requirements an overlaid package runs without: name -> the version it asks for, the installed one or ""."""
+    """Return which requirements an overlaid package runs without: name -> the version it asks for, the installed one or
+    "".
+    """
     found = {}
     named = (each for each in importlib.metadata.distributions(path=list(environment.paths)) if each.name)
     own = next((each for each in named if canonicalize_name(each.name) == canonicalize_name(package)), None)

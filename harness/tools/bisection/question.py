@@ -1,4 +1,6 @@
-"""What a bisect is asked: the two ends, what moves, what counts as bad, and the command that is run for each candidate."""
+"""What a bisect is asked: the two ends, what moves, what counts as bad, and the command that is run for each
+candidate.
+"""
 
 import re
 import shutil
@@ -29,8 +31,8 @@ _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 class Options:
     """Put the command after --. A script runs with the candidate's Python, and BISECT_CANDIDATE names the candidate.
 
-    --resume [FOLDER] continues a bisect that was stopped, by default the newest one in bisects/. It takes no command, and of
-    the options below --then-git alone.
+    --resume [FOLDER] continues a bisect that was stopped, by default the newest one in bisects/. It takes no command,
+    and of the options below --then-git alone.
     """
 
     good: str = ""
@@ -40,7 +42,8 @@ class Options:
     find_fix: bool = False
     """Find the first good release: --bad is then the older end."""
     package: str = ""
-    """The package whose versions are tried, such as torch. Default: sglang; with --git, what its pyproject.toml names."""
+    """The package whose versions are tried, such as torch. Default: sglang; with --git, what its pyproject.toml
+    names."""
     git: str = ""
     """Bisect the first-parent commits of this local checkout, over the packages of this Python. Nothing is built.
     If the package is not in its top folder, python/ or src/, give the folder that holds it, such as CHECKOUT/libs.
@@ -48,7 +51,8 @@ class Options:
     then_git: str = ""
     """After the release is found, bisect the commits between the two releases' tags in this checkout of the package."""
     environments: str = ""
-    """A folder with an environment or a site-packages folder for each version, whose name is the version. Needs no network."""
+    """A folder with an environment or a site-packages folder for each version, whose name is the version. Needs no
+    network."""
     wheels: str = ""
     """Install only from the wheels in this folder. Needs no network."""
     only_package: bool = False
@@ -56,7 +60,8 @@ class Options:
     hold: tuple[str, ...] = ()
     """Requirements that all candidates share, such as sglang==0.5.23 if --package is another one."""
     python: str = ""
-    """Python to use: a version such as 3.12, or a path. Default: this one, or another one if a release does not allow it."""
+    """Python to use: a version such as 3.12, or a path. Default: this one, or another one if a release does not allow
+    it."""
     match: str = ""
     """Only this failure is bad: a name of launch/diagnose.py, or a regular expression for a line of the log."""
     hang: bool = False
@@ -66,7 +71,8 @@ class Options:
     confirm: int = 400
     """With --repeat: the most extra runs to spend until the answer is 95 % sure."""
     timeout: str = AUTO
-    """After how long a run counts as hanging: 90s, 10m or 2h. Default: 10 times the good end's, at least 10m; 0: never."""
+    """After how long a run counts as hanging: 90s, 10m or 2h. Default: 10 times the good end's, at least 10m; 0:
+    never."""
     dir: str = ""
     """Where state, logs and report are kept. Default: a new folder in bisects/."""
 
@@ -178,7 +184,9 @@ def _check_command(question: Question) -> None:
 
 
 def script_of(question: Question) -> Path | None:
-    """Return the Python script that the command runs, if it runs one. Raises WrongQuestion if the file does not exist."""
+    """Return the Python script that the command runs, if it runs one. Raises WrongQuestion if the file does not
+    exist.
+    """
     first, *rest = question.command
     named = first if first.endswith(".py") else ""
     if is_python(Path(first).name) and rest and not rest[0].startswith("-"):

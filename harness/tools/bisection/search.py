@@ -1,7 +1,8 @@
-"""Which candidate to run next, and what the verdicts so far show. Pure functions over candidates 0 to n - 1, oldest first.
+"""Which candidate to run next, and what the verdicts so far show. Pure functions over candidates 0 to n - 1, oldest
+first.
 
-This is the binary search of `git bisect`: what cannot be classified is stepped over. git itself is not used for it, because it
-can neither tell two failures apart nor find several edges.
+This is the binary search of `git bisect`: what cannot be classified is stepped over. git itself is not used for it,
+because it can neither tell two failures apart nor find several edges.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,8 @@ from itertools import pairwise
 from typing import Literal
 
 Verdict = Literal["good", "bad", "skip", "other"]
-"""skip: it cannot be installed or run here. other: it failed, but not with the failure that --match or --hang looks for."""
+"""skip: it cannot be installed or run here. other: it failed, but not with the failure that --match or --hang looks
+for."""
 DECIDED = ("good", "bad")
 
 
@@ -48,7 +50,9 @@ def next_candidate(verdicts: Mapping[int, Verdict]) -> int | None:
 
 
 def _middle(left: Sequence[int], skipped: Sequence[int]) -> int:
-    """Return a candidate near the middle, as far from skipped ones as log2 steps allow, because skips come in clusters."""
+    """Return a candidate near the middle, as far from skipped ones as log2 steps allow, because skips come in
+    clusters.
+    """
     most = (1 << (len(left).bit_length() - 1)) - 1  # untested ones that the other steps can still decide
     allowed = range(max(0, len(left) - 1 - most), min(len(left) - 1, most) + 1)
     middle = (len(left) - 1) / 2

@@ -1,4 +1,6 @@
-"""All that a bisect knows, in one JSON file next to the logs of the runs. It is replaced as a whole after every verdict."""
+"""All that a bisect knows, in one JSON file next to the logs of the runs. It is replaced as a whole after every
+verdict.
+"""
 
 import fcntl
 import json
@@ -50,7 +52,8 @@ class Attempt:
     reason: str = ""
     failure: Failure = field(default_factory=Failure)
     may_pass: bool = False
-    """Whether the machine may have caused the failure, for example because a port was in use. Such a run is repeated once."""
+    """Whether the machine may have caused the failure, for example because a port was in use. Such a run is repeated
+    once."""
 
 
 @dataclass(kw_only=True)
@@ -160,7 +163,9 @@ def load_state(folder: Path) -> State:
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """Lock it until every process that has inherited the file closes it. Raises WrongQuestion if another bisect has it."""
+    """Lock it until every process that has inherited the file closes it. Raises WrongQuestion if another bisect has
+    it.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
     file = (folder / LOCK).open("a+")

@@ -9,9 +9,9 @@ Every symptom of the log (symptoms.py) is a candidate, known to the catalogue or
 5. an exception that is usually a consequence, such as a refused connection, or an error line, that nobody knows:
    "unknown" as well.
 
-What was survived is no candidate: a failure that the catalogue knows does not count if an unknown exception of rank 2 ended
-the log more than NEAR_LINES after the last failure of its burst, or after steps that went well. It is then only "seen as
-well". A failure after which steps went well, or the run ended well, comes after those without.
+What was survived is no candidate: a failure that the catalogue knows does not count if an unknown exception of rank 2
+ended the log more than NEAR_LINES after the last failure of its burst, or after steps that went well. It is then only
+"seen as well". A failure after which steps went well, or the run ended well, comes after those without.
 
 How sure a name is:
 - high: an error that only this failure prints ("cause"), with everything that the entry's conditions ask for, and after
@@ -21,9 +21,9 @@ How sure a name is:
   a consequence; a sentence outside of its entry's context; and a failure that an unknown exception preceded, which may
   have led to it.
 
-An entry counts only in its context: the log must show SGLang, or a trainer, as the entry asks; a traceback with frames of
-another engine is out of context. A sentence of which the name is true in every program ("elsewhere", or an entry without
-a context) counts outside of it as well. An entry does not count where a line speaks against it ("excludes").
+An entry counts only in its context: the log must show SGLang, or a trainer, as the entry asks; a traceback with frames
+of another engine is out of context. A sentence of which the name is true in every program ("elsewhere", or an entry
+without a context) counts outside of it as well. An entry does not count where a line speaks against it ("excludes").
 """
 
 import re
@@ -45,8 +45,8 @@ OF_A_RUN = ("engine", "rl", "trainer", "rollout", "harness")
 HEADLINE_LINES = 3
 """So many lines after an exception without a message its message may stand."""
 KNOWN, KNOWN_LOW, UNKNOWN_ERROR, NO_ERROR, CONSEQUENCE = range(5)
-"""Ranks of candidates, the best first; UNKNOWN_ERROR is that of exceptions and crashes that the catalogue does not know, and
-of sentences outside of their entry's context."""
+"""Ranks of candidates, the best first; UNKNOWN_ERROR is that of exceptions and crashes that the catalogue does not
+know, and of sentences outside of their entry's context."""
 _WORDS_OF_FAILURE = re.compile(
     r"error|fail|exception|fatal|assert|abort|refus|invalid|unable|cannot|can't|timed? ?out|not found|denied|exceed|no such"
     r"|died|unsafe|must|missing|not supported|disabled|unbalanced|mismatch|undefined|blocked",
@@ -167,7 +167,9 @@ class _Ranking:
         return candidate.rank < UNKNOWN_ERROR or is_earlier
 
     def _doubts(self) -> tuple[LogLine, ...]:
-        """Return the lines that may tell of a failure: those with words of it, and what other programs' failures print."""
+        """Return the lines that may tell of a failure: those with words of it, and what other programs' failures
+        print.
+        """
         telling = {
             s.pattern for entry in catalogue().values() for s in entry.signatures if s.role in ("cause", "likely")
         }
@@ -202,7 +204,9 @@ class _Ranking:
         return next((each for each in doubts if self._is_before(each, chosen.line)), None)
 
     def _is_before(self, line: LogLine, other: LogLine) -> bool:
-        """Return whether a line stands before the other, and is not later by its own clock: some logs begin with the end."""
+        """Return whether a line stands before the other, and is not later by its own clock: some logs begin with the
+        end.
+        """
         stamp, others = seconds_of(line), seconds_of(other)
         is_later = stamp is not None and others is not None and stamp > others
         return self.key(line) < self.key(other) and not is_later

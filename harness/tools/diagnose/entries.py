@@ -1,8 +1,8 @@
 """The catalogue of known failures: one TOML file for each in catalogue/, and patterns for large logs.
 
-A pattern is a regular expression that ignores case. Large logs are searched in time because only lines with certain words are
-matched: each pattern must have whole words that every match contains. Its first and last words count as whole words, and a
-dot stands between words.
+A pattern is a regular expression that ignores case. Large logs are searched in time because only lines with certain
+words are matched: each pattern must have whole words that every match contains. Its first and last words count as whole
+words, and a dot stands between words.
 """
 
 import re
@@ -20,7 +20,8 @@ FOLDER = Path(__file__).with_name("catalogue")
 SURROUNDINGS = Path(__file__).with_name("surroundings.toml")
 
 Role = Literal["cause", "likely", "hint", "excludes"]
-"""cause: only this failure prints it; likely: mostly this one; hint: healthy runs print it too; excludes: only others do."""
+"""cause: only this failure prints it; likely: mostly this one; hint: healthy runs print it too; excludes: only others
+do."""
 UNKNOWN = "unknown"
 OF_SGLANG = "rl"
 """The context of a trainer whose only engine is SGLang."""
@@ -126,8 +127,9 @@ class CatalogueEntry:
     signatures: tuple[Signature, ...]
     affected: tuple[Affected, ...]
     examples: tuple[Mapping[str, str], ...]
-    """log: lines; source: where they come from. measured: we ran it; reported: URL of a page that shows them; source: a program
-    that prints the message (the time stamp is made up); harness: our module; signature: put together around a quotation."""
+    """log: lines; source: where they come from. measured: we ran it; reported: URL of a page that shows them; source: a
+    program that prints the message (the time stamp is made up); harness: our module; signature: put together around a
+    quotation."""
     context: tuple[str, ...]
     """Names of surroundings.toml; the log must show one of them, since other programs print the same sentences.
     (): cause and fix are the same in every program; it counts in each, with low confidence, after all other entries."""

@@ -1,4 +1,4 @@
-"""Which processes the kernel says it has killed for want of memory, and whether they are the run's."""
+"""Read the kernel's out-of-memory lines: which processes it killed, and whether they are the run's."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ VICTIM = re.compile(
     r"|oom-kill:constraint=.{0,2000}?\btask=(?P<task>.{0,64}?),pid=(?P<of_task>\d+)"
     r"|(?<!\S)(?P<asked>\S{1,64}) invoked oom-killer\b"
 )
-"""The kernel's sentences about a process that it killed for want of memory; "asked" is only the one that asked for some."""
+"""The kernel's sentences about a process that it killed for want of memory; "asked" is only the one that asked for
+some."""
 _PID = re.compile(r"\b(?:pid\W{0,3}|[Pp]rocess )(\d+)\b")
 
 

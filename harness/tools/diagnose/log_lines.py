@@ -112,7 +112,9 @@ def _lines_of_table(number: int, chunk: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _prefix_of(table: Mapping[str, Any]) -> str:
-    """Return logger and level of a row as hydra writes them, a prefix that every reader of log lines knows; "" without."""
+    """Return logger and level of a row as hydra writes them, a prefix that every reader of log lines knows; ""
+    without.
+    """
     level = next((found for key in _LEVEL_KEYS if (found := _LEVELS.get(str(table.get(key)).upper()))), "")
     logger = next((str(table[key]) for key in ("logger", "name", "logger_name") if table.get(key)), "log")
     return f"[{re.sub(r'[^0-9A-Za-z_.]', '_', logger)}][{level}] - " if level else ""

@@ -1,7 +1,8 @@
 """What a log shows of failures: its tracebacks, crashes and error lines, and lines that the catalogue knows.
 
-A log may have gigabytes and a failure may have a million consequences. So lines are searched only if they have a word of
-failure or all words of a known line, and of symptoms that differ in numbers only the first and the last are kept; of very many, those of one kind.
+A log may have gigabytes and a failure may have a million consequences. So lines are searched only if they have a word
+of failure or all words of a known line, and of symptoms that differ in numbers only the first and the last are kept; of
+very many, those of one kind.
 """
 
 import re
@@ -74,7 +75,8 @@ IS_HANDLED = re.compile(
 _DOUBT = re.compile(
     rf"(?<![\w=./-]){_FAILS}(?![\w=./-])|(?<![\w=./-])(?<!=['\"])(?:[Ee]rror|[Tt]imeout|[Ff]ails|[Ss]tuck|[Hh]ang|[Cc]orrupt(?:ed)?)(?![\w=./-]|\w*\W{{1,2}}[\d\[{{])"
 )
-"""Words of failure in a sentence; those of settings and counters, such as "timeout=300" and "errors: 0", do not count."""
+"""Words of failure in a sentence; those of settings and counters, such as "timeout=300" and "errors: 0", do not
+count."""
 _MILD_DOUBT = re.compile(
     r"""(?<![\w=./-])(?<!=['"])(?:fail(?:ed|s|ure|ures|ing)?|errors?|exceptions?|crash(?:e[sd])?|timed ?out|timeout|time-out|refused|denied|unreachable"""
     r"|abort(?:ed)?|killed|died|dead|hang|stuck|broken|corrupt(?:ed)?|terminated|unable|invalid|cannot|could ?n[o']t|out of memory"
@@ -183,13 +185,15 @@ class LogFacts:
     symptoms: list[Symptom] = field(default_factory=list)
     """File by file, in the order of their lines."""
     lines: dict[Pattern, list[LogLine]] = field(default_factory=dict)
-    """Lines that match each pattern of the catalogue, also those that are in no symptom; of several close ones the first."""
+    """Lines that match each pattern of the catalogue, also those that are in no symptom; of several close ones the
+    first."""
     contexts: set[str] = field(default_factory=set)
     """The contexts of surroundings.toml that the files show."""
     doubts: list[LogLine] = field(default_factory=list)
     """The last lines of each file that have words of failure and no form that is known."""
     mild_doubts: list[LogLine] = field(default_factory=list)
-    """The same of lines that do not say that the program failed, such as warnings, and of tracebacks without an exception."""
+    """The same of lines that do not say that the program failed, such as warnings, and of tracebacks without an
+    exception."""
     last: list[LogLine] = field(default_factory=list)
     """The last lines of the last file that has any, without empty ones."""
     progress: list[Progress] = field(default_factory=list)
@@ -200,7 +204,9 @@ class LogFacts:
         return next(filter(None, (each.after(line) for each in self.progress)), None)
 
     def set_others_aside(self) -> None:
-        """Take the kernel's sentences about the deaths of other programs for mild doubts: they are no failures of the run."""
+        """Take the kernel's sentences about the deaths of other programs for mild doubts: they are no failures of the
+        run.
+        """
         others = deaths_of_others([each.line for each in self.symptoms])
         self.symptoms = [each for each in self.symptoms if each.line not in others]
         self.mild_doubts += sorted(others, key=lambda line: line.number)[-LAST_LINES:]
@@ -346,7 +352,9 @@ class _Scanner:
             self._doubt(line, is_known=bool(earlier or matched))
 
     def _doubt(self, line: LogLine, is_known: bool) -> None:
-        """Keep a line with words of failure; as a mild doubt if the catalogue or a logger knows it as less than a failure."""
+        """Keep a line with words of failure; as a mild doubt if the catalogue or a logger knows it as less than a
+        failure.
+        """
         is_mild = is_known or MILD.search(line.whole) or IS_HANDLED.search(line.text)
         if not is_mild and _DOUBT.search(line.text):
             self.doubts.append(line)

@@ -1,8 +1,8 @@
 """All checks of a job: pure functions of what the ranks reported.
 
-FAULTS and WARNINGS list every problem that the doctor looks for, with its remedy, in the order in which problems are printed.
-Causes come before consequences, because a reader fixes the first one and runs the doctor again. The functions below find the
-problems.
+FAULTS and WARNINGS list every problem that the doctor looks for, with its remedy, in the order in which problems are
+printed. Causes come before consequences, because a reader fixes the first one and runs the doctor again. The functions
+below find the problems.
 """
 
 import ipaddress

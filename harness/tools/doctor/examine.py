@@ -1,4 +1,6 @@
-"""One examination of a job, rank by rank: meet, report facts, measure links, report them, judge. Every wait has an end."""
+"""One examination of a job, rank by rank: meet, report facts, measure links, report them, judge. Every wait has an
+end.
+"""
 
 import contextlib
 import os
@@ -24,11 +26,12 @@ from harness.tools.ranks import ranks_by
 
 OK, FAULTS = 0, 1
 
-# Deadlines in seconds after this process began: the store is reached, all facts are in, all measurements are in, rank 0 has
-# printed the result.
+# Deadlines in seconds after this process began: the store is reached, all facts are in, all measurements are in, rank 0
+# has printed the result.
 MEET, FACTS, LINKS, VERDICT = 8.0, 11.0, 20.0, 22.0
 SPREAD = 2.0
-"""By how much the starts of ranks may differ: the others wait for rank 0 this much longer than rank 0 waits for them."""
+"""By how much the starts of ranks may differ: the others wait for rank 0 this much longer than rank 0 waits for
+them."""
 LEAVE_SECONDS = 2.0
 READY = 5.0
 """Seconds that the ranks wait for each other before the first all-reduce; then those that came begin."""
@@ -167,7 +170,9 @@ class _Doctor:
         found.reaches = links.reach_all(targets, left(ready, links.CONNECT_SECONDS))
 
     def _choose_address(self, facts: RankFacts, route: str, found: links.RankLinks) -> None:
-        """Choose the host's address as a run does; with several hosts, set gloo's and NCCL's variables as a run does."""
+        """Choose the host's address as a run does; with several hosts, set gloo's and NCCL's variables as a run
+        does.
+        """
         reached = dict.fromkeys(each.master for each in self.members if each.host != facts.host and each.route)
         variable = self.environment.get(network.INTERFACE_VARIABLE, "")
         wanted, interfaces = self.config.network.interface, network.own_interfaces()

@@ -1,7 +1,7 @@
 """What one rank reports about itself: its host, network, limits, versions, environment and GPU.
 
-What cannot be read is reported with the reason. A GPU is read through NVML (nvidia-ml-py, on which SGLang depends), or else
-through torch, which sees the GPU's memory but not the processes that hold it.
+What cannot be read is reported with the reason. A GPU is read through NVML (nvidia-ml-py, on which SGLang depends), or
+else through torch, which sees the GPU's memory but not the processes that hold it.
 """
 
 import os
@@ -136,7 +136,9 @@ def _deepest(folder: Path) -> Path:
 
 
 def room(folder: str | Path) -> int:
-    """Return the bytes that can be written there; 0 if no file can be made: a read-only mount shows in no permission bit."""
+    """Return the bytes that can be written there; 0 if no file can be made: a read-only mount shows in no permission
+    bit.
+    """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="harness-doctor-"):
             return shutil.disk_usage(folder).free

@@ -1,7 +1,7 @@
 """torchrun's TCP store, through which the doctor's ranks talk, with a deadline on every wait.
 
-Not a process group: a host that is cut off, or a rank that never comes, must be named by the ranks that did come.
-The store listens on every interface and asks for no password, so its values may come from outside the job: they are JSON,
+Not a process group: a host that is cut off, or a rank that never comes, must be named by the ranks that did come. The
+store listens on every interface and asks for no password, so its values may come from outside the job: they are JSON,
 decoded as the type that the reader expects, and anything else is refused; a pickle would run its sender's code.
 """
 
@@ -94,7 +94,9 @@ class JobStore:
             raise Absent(f"{key} did not come within {seconds:.1f} s") from error
 
     def gather(self, key: str, value: object, seconds: float, kind: type[T]) -> list[T | None]:
-        """Return on rank 0 the values of all ranks, None for one that is absent or no `kind`; an empty list elsewhere."""
+        """Return on rank 0 the values of all ranks, None for one that is absent or no `kind`; an empty list
+        elsewhere.
+        """
         self.put(f"{key}/{self.rank}", value)
         if self.rank != 0:
             return []

@@ -42,7 +42,9 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
-    """All-reduces of one group. bandwidth: bytes a second through each rank's link, 2 (n - 1) / n times those reduced."""
+    """All-reduces of one group. bandwidth: bytes a second through each rank's link, 2 (n - 1) / n times those
+    reduced.
+    """
 
     backend: Backend
     group: str
@@ -67,8 +69,8 @@ class RankLinks(msgspec.Struct, kw_only=True):
 def groups_of(dims: ParallelDims, hosts: Iterable[Sequence[int]]) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Return the groups that a run uses, by kind; hosts: the ranks of each host.
 
-    engine: the ranks of each engine. hosts: the first rank of each host. world: all ranks. A kind is left out if its groups
-    have one rank each, or are those of an earlier kind.
+    engine: the ranks of each engine. hosts: the first rank of each host. world: all ranks. A kind is left out if its
+    groups have one rank each, or are those of an earlier kind.
     """
     kinds = {
         "engine": tuple(dims.engine_ranks(dp) for dp in range(dims.dp)),
@@ -135,8 +137,8 @@ def all_reduces(
 ) -> tuple[Collective, ...]:
     """Measure this rank's group of each kind by gloo, and by NCCL if there is a device; a call of all ranks.
 
-    It uses a separate connection, in a thread that may be left behind. Ranks wait for one another before each kind, so that
-    one broken group does not make the next one late.
+    It uses a separate connection, in a thread that may be left behind. Ranks wait for one another before each kind, so
+    that one broken group does not make the next one late.
     """
     backends: tuple[Backend, ...] = ("gloo", "nccl") if device else ("gloo",)
     results = [

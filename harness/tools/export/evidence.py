@@ -26,7 +26,9 @@ COMPARED = ("python", "torch", "sglang", "transformers")
 
 
 def gather(subject: Subject, bisect: str) -> Evidence:
-    """Return the evidence. bisect: its folder, or "" for the one in which the run was made, if any. Raises ValueError."""
+    """Return the evidence. bisect: its folder, or "" for the one in which the run was made, if any. Raises
+    ValueError.
+    """
     failed = subject.seen is not None and bool(subject.seen.code)
     finding = diagnose(log_files([subject.words[0]])).finding if failed else None
     folder = Path(bisect) if bisect else finished_bisect_of(Path(subject.words[0]).absolute())
@@ -46,7 +48,9 @@ def finished_bisect_of(run: Path) -> Path | None:
 
 
 def check_env(subject: Subject) -> list[str]:
-    """Return what `python -m sglang.check_env` prints here, and a line if the run had other versions or another host."""
+    """Return what `python -m sglang.check_env` prints here, and a line if the run had other versions or another
+    host.
+    """
     variables = dict(os.environ)
     if torch_is_for_cpu():
         inherited = [each for each in variables.get("PYTHONPATH", "").split(os.pathsep) if each]

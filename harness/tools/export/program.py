@@ -1,4 +1,5 @@
-"""A run as one file that needs only sglang and its dependencies: launch/minimal.py's functions, and the templates of this folder.
+"""A run as one file that needs only sglang and its dependencies: launch/minimal.py's functions, and the templates of
+this folder.
 
 `values_of` says what the file must do: settings, the fault to plant and the arms. `render` fills in the template.
 """
@@ -85,8 +86,8 @@ class Evidence:
 def check_subject(subject: Subject, server: bool = False) -> None:
     """Raise ValueError for a run that no file can repeat, or should.
 
-    It is one with a draft model, one for a server whose engine does not fit on one host, or one of a model whose code SGLang would
-    run unasked.
+    It is one with a draft model, one for a server whose engine does not fit on one host, or one of a model whose code
+    SGLang would run unasked.
     """
     parallel = subject.config.parallel
     for wrong in code_rules(subject.config, Facts(code=unasked_code(subject.config))):
@@ -227,7 +228,9 @@ def unquantized_modules() -> list[str]:
 
 
 def stand_in_names() -> list[str]:
-    """Return the names of sgl_kernel that SGLang's CPU mode imports: those of its stand-in, read without importing it."""
+    """Return the names of sgl_kernel that SGLang's CPU mode imports: those of its stand-in, read without importing
+    it.
+    """
     tree = ast.parse((STANDINS / "sgl_kernel" / "__init__.py").read_text(encoding="utf-8"))
     found = list[str]()
     for node in tree.body:
@@ -339,7 +342,9 @@ def control_without_fault(subject: Subject, is_random: bool) -> Literal["", "no 
 
 
 def missing_tensors(seen: RunEnd | None) -> tuple[str, ...]:
-    """Return the names of the tensors that did not arrive, as far as the run named them; the engine's own do no harm."""
+    """Return the names of the tensors that did not arrive, as far as the run named them; the engine's own do no
+    harm.
+    """
     if seen is None or _class_name(seen.error) not in ARRIVAL:
         return ()
     listed = re.split(r"(?:from the trainer's|other weights|what was sent|what the engine holds): ", seen.error)[-1]
@@ -478,7 +483,9 @@ def printable(line: str) -> str:
 
 
 def _wrapped(lines: Iterable[str]) -> list[str]:
-    """Return them in ASCII and in rows of WIDTH. What is indented by four spaces is to be pasted, and stays in one row."""
+    """Return them in ASCII and in rows of WIDTH. What is indented by four spaces is to be pasted, and stays in one
+    row.
+    """
     rows = []
     for line in lines:
         text = printable(line)

@@ -251,7 +251,9 @@ def behind(events: Sequence[Event]) -> tuple[tuple[int, ...], tuple[str, int | N
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of all ranks, by time, without lines that are no events: a killed rank does not finish its last."""
+    """Return the events of all ranks, by time, without lines that are no events: a killed rank does not finish its
+    last.
+    """
     events = []
     for file in filter(is_regular, sorted((folder / "events").glob("rank*.jsonl"))):
         with file.open("rb") as lines:

@@ -1,6 +1,7 @@
 """What was found out about one MODEL: the lines that are printed, the verdict, and the table that --json writes.
 
-Import this file only after `command.prepare_import`, because torch and SGLang read their environment as they are imported.
+Import this file only after `command.prepare_import`, because torch and SGLang read their environment as they are
+imported.
 """
 
 import importlib.metadata
@@ -247,7 +248,9 @@ def find_answer(name: str, options: Options, question: Question, started: float,
 
 
 def _names_sent(question: Question, dtype: torch.dtype) -> TrainerNames:
-    """Return what the trainer sends. Raise UnsupportedEnvironment, and ConfigError for fields that transformers refuses."""
+    """Return what the trainer sends. Raise UnsupportedEnvironment, and ConfigError for fields that transformers
+    refuses.
+    """
     try:
         return trainer_names(question.folder, dtype, question.precision)
     except StrictDataclassError as error:

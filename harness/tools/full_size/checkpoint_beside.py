@@ -1,4 +1,6 @@
-"""The checkpoint beside a config.json, by the headers of its safetensors files, against what the trainer's class has."""
+"""The checkpoint beside a config.json, by the headers of its safetensors files, against what the trainer's class
+has.
+"""
 
 import json
 import re
@@ -42,8 +44,8 @@ def compare_checkpoint(
 ) -> CheckpointBeside | None:
     """Return how a folder's checkpoint differs from the trainer's tensors; None if it has no checkpoint in safetensors.
 
-    layout: the trainer's tensors, as transformers' class would load and save them. ignored: patterns of names that this class
-    leaves out when it loads. Raise ConfigError for a file that cannot be read.
+    layout: the trainer's tensors, as transformers' class would load and save them. ignored: patterns of names that this
+    class leaves out when it loads. Raise ConfigError for a file that cannot be read.
     """
     stored = read_headers(folder)
     if not stored:
@@ -88,7 +90,9 @@ def compare_checkpoint(
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint by name. Only headers are read. Raise ConfigError for a file that is broken."""
+    """Return the tensors of a checkpoint by name. Only headers are read. Raise ConfigError for a file that is
+    broken.
+    """
     index = folder / INDEX
     named: Mapping[str, str] = _json(index.read_bytes(), index).get("weight_map", {}) if index.is_file() else {}
     files = [folder / file for file in sorted(set(named.values()))] if named else sorted(folder.glob("*.safetensors"))

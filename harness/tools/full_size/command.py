@@ -20,7 +20,9 @@ SUFFIX = {"--json": ".json", "--page": ".html"}
 
 
 def run(name: str, options: Options, words: Sequence[str] = ()) -> int:
-    """Print the verdict and return the exit code. words: keys of a run's config. Raise ConfigError, UnsupportedEnvironment."""
+    """Print the verdict and return the exit code. words: keys of a run's config. Raise ConfigError,
+    UnsupportedEnvironment.
+    """
     for option, file in (("--json", options.json), ("--page", options.page)):
         if file:
             check_written(option, Path(file))
@@ -67,7 +69,9 @@ def _answer(name: str, options: Options, question: Question) -> int:
 
 
 def prepare_import(folder: Path, draft: bool = False) -> None:
-    """Set the environment in which torch and SGLang are imported. draft: SGLang's classes of draft models are needed too."""
+    """Set the environment in which torch and SGLang are imported. draft: SGLang's classes of draft models are needed
+    too.
+    """
     cpu_standins.activate()
     os.environ.update(cpu_environment(1))
     from harness.rollout.sglang_api import meta_model

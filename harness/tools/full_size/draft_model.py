@@ -1,7 +1,7 @@
 """The draft model of speculative decoding: SGLang's class for a model's layer for multi-token prediction (MTP).
 
-Transformers' classes have no such layer, so its checkpoint names are made from the last decoder layer, which it repeats, and
-from what published checkpoints add to that.
+Transformers' classes have no such layer, so its checkpoint names are made from the last decoder layer, which it
+repeats, and from what published checkpoints add to that.
 """
 
 import json
@@ -88,8 +88,8 @@ def examine_draft(
 ) -> DraftModel:
     """Build the draft model of each rank, and give its loader the MTP layer and what the trainer sends.
 
-    target: the ranks of the target model. sent: the trainer's names, of which the loader gets one layer of each kind, because
-    a sync gives every name to both loaders. Raise RankFailed, UnsupportedEnvironment.
+    target: the ranks of the target model. sent: the trainer's names, of which the loader gets one layer of each kind,
+    because a sync gives every name to both loaders. Raise RankFailed, UnsupportedEnvironment.
     """
     sample = [group for groups in one_layer_of_each_kind(fusing_groups(sent)) for group in groups]
     groups = (*sample, *fusing_groups(mtp))
@@ -121,7 +121,9 @@ def one_layer_of_each_kind(groups: Iterable[FusingGroup]) -> list[list[FusingGro
 
 
 def mtp_names(folder: Path) -> MtpNames:
-    """Return how the model's checkpoint names its MTP layer. Raise ConfigError if it has none, UnsupportedEnvironment if unknown."""
+    """Return how the model's checkpoint names its MTP layer. Raise ConfigError if it has none, UnsupportedEnvironment
+    if unknown.
+    """
     architecture = _fields(folder)["architectures"][0]
     if architecture not in FAMILIES:
         raise UnsupportedEnvironment(

@@ -1,10 +1,11 @@
 """What the engine's ranks hold at the model's true size, and what their loaders do with every name.
 
-Each rank is a process forked from one that has imported everything, because SGLang keeps one configuration for each process.
-All ranks of a pipeline stage run the same code and differ in their number alone. So its first, its second and its last rank
-are built, and of the others those whose part is not on the line through theirs (ranks_in_line.py). Each that is built is given
-one layer of each kind, and the three share the other layers: every name is given to one of them. Where a loader does with a layer
-what it does with the first of its kind, the other ranks' loaders do too; a layer that is unlike it is given to all.
+Each rank is a process forked from one that has imported everything, because SGLang keeps one configuration for each
+process. All ranks of a pipeline stage run the same code and differ in their number alone. So its first, its second and
+its last rank are built, and of the others those whose part is not on the line through theirs (ranks_in_line.py). Each
+that is built is given one layer of each kind, and the three share the other layers: every name is given to one of them.
+Where a loader does with a layer what it does with the first of its kind, the other ranks' loaders do too; a layer that
+is unlike it is given to all.
 """
 
 import json
@@ -39,7 +40,8 @@ DECODER_LAYER = re.compile(r"(?:^|(?<=\.))(layers|h|blocks)\.(\d+)(?=\.)")
 TOWER = re.compile(
     r"(?:^|[._])(vision|visual|vit|vpm|image|video|audio|apm|speech|sound|projector|resampler|connector)(?:[._]|$)"
 )
-"""In what stands before it: layers of what reads images or sounds, or hands them on. They are no decoder layers."""
+"""A prefix that matches belongs to a vision or audio tower, or to what joins it to the decoder. Its layers are no
+decoder layers."""
 Layers = Mapping[int, Sequence[FusingGroup]]
 Job = tuple["EngineShape", int, Layers, "Part"]
 """The arguments of examine_rank."""
@@ -84,14 +86,15 @@ class EngineRank:
     groups: tuple[FusingGroup, ...]
     """What was given to its loader, of the layers below."""
     layers: frozenset[int]
-    """The layers whose groups these are, and those that it holds and for which nothing is sent. Of layers that are alike only
-    one is here."""
+    """The layers whose groups these are, and those that it holds and for which nothing is sent. Of layers that are
+    alike only one is here."""
     alike: dict[int, int]
     """Layer -> how many of the others that it holds are like it, and told by it."""
     odd: frozenset[int]
     """Those of its layers that it treats unlike the first of their kind."""
     given: int
-    """How many names its loader was given; 0 if it was not built, as it differs from its neighbours in its number alone."""
+    """How many names its loader was given; 0 if it was not built, as it differs from its neighbours in its number
+    alone."""
     held_layers: frozenset[int]
     """The decoder layers that it holds."""
     coverage: LoadCoverage
@@ -132,7 +135,9 @@ class EngineShape:
 
 
 def examine(shape: EngineShape, groups: Iterable[FusingGroup], every_name: bool) -> list[EngineRank]:
-    """Return all ranks of one engine. every_name: give every name to every rank. Raise RankFailed, UnsupportedEnvironment."""
+    """Return all ranks of one engine. every_name: give every name to every rank. Raise RankFailed,
+    UnsupportedEnvironment.
+    """
     layers = by_layer(groups)
     with _with_index(shape, layers) as shape:
         return _examine(shape, layers, every_name)
@@ -140,7 +145,8 @@ def examine(shape: EngineShape, groups: Iterable[FusingGroup], every_name: bool)
 
 @contextmanager
 def _with_index(shape: EngineShape, layers: Layers) -> Iterator[EngineShape]:
-    """Give SGLang the index of a checkpoint that has what is sent, if its class of the model reads one and there is none.
+    """Give SGLang the index of a checkpoint that has what is sent, if its class of the model reads one and there is
+    none.
 
     Llama 4 has a vision tower only if the index beside config.json names one. The folder of the model stays as it is.
     """
@@ -179,7 +185,9 @@ def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[Engin
 
 
 def _part(kinds: Mapping[int, Any], number: int, sharing: int, every_name: bool) -> Part:
-    """Return the part of the number-th rank of a stage, of which the first ones, that run at the same time, share the layers."""
+    """Return the part of the number-th rank of a stage, of which the first ones, that run at the same time, share the
+    layers.
+    """
     return Part(kinds=kinds, number=number, of=sharing if number < sharing else 0, every=every_name)
 
 
@@ -221,7 +229,9 @@ def _but_for_its_number(rank: EngineRank) -> str:
 
 
 def _with_layers_of_nobody(ranks: list[EngineRank], layers: Layers) -> list[EngineRank]:
-    """Add to the first rank, as ignored, the layers that no rank holds. One rank of each stage was given them, and ignored them."""
+    """Add to the first rank, as ignored, the layers that no rank holds. One rank of each stage was given them, and
+    ignored them.
+    """
     held = frozenset().union(*(each.held_layers | each.layers for each in ranks))
     groups = [group for layer in sorted(layers.keys() - held - {NO_LAYER}) for group in layers[layer]]
     first, coverage = ranks[0], ranks[0].coverage
@@ -236,8 +246,8 @@ def _with_layers_of_nobody(ranks: list[EngineRank], layers: Layers) -> list[Engi
 def given_to_all(ranks: Sequence[EngineRank]) -> tuple[tuple[FusingGroup, ...], list[LoadCoverage]]:
     """Return the groups of all layers that stand for others or for themselves, and what each rank did with them.
 
-    A rank of another stage, which lacks such a layer, ignores its names: one rank of its stage was given them, and would have
-    returned the layer if it did anything else.
+    A rank of another stage, which lacks such a layer, ignores its names: one rank of its stage was given them, and
+    would have returned the layer if it did anything else.
     """
     groups = {_key(group): group for each in ranks for group in each.groups}
     coverage = []
@@ -261,11 +271,13 @@ def _key(group: FusingGroup) -> tuple[str, str]:
 
 
 def filled_in_part(ranks: Sequence[EngineRank], target: Sequence[EngineRank] = ()) -> tuple[list[str], list[str]]:
-    """Return sentences on parameters that some ranks' loaders fill whole, and others do not: problems, and what looks like padding.
+    """Return sentences on parameters that some ranks' loaders fill whole, and others do not: problems, and what looks
+    like padding.
 
-    Where sizes do not divide, the last ranks hold padding, in every layer alike. Under expert parallelism each rank holds
-    other experts, so one that is lost leaves a part of one rank unfilled. A whole expert is no padding. target: the same ranks
-    of the target model, if these are of its draft model, whose one layer has to be compared with the target's.
+    Where sizes do not divide, the last ranks hold padding, in every layer alike. Under expert parallelism each rank
+    holds other experts, so one that is lost leaves a part of one rank unfilled. A whole expert is no padding. target:
+    the same ranks of the target model, if these are of its draft model, whose one layer has to be compared with the
+    target's.
     """
     problems: list[str] = []
     padding: list[str] = []
@@ -311,10 +323,11 @@ def _decoder_layer(name: str) -> re.Match[str] | None:
 
 
 def layers_to_give(layers: Layers, held: Collection[int], part: Part) -> tuple[dict[int, int], list[int]]:
-    """Return layer -> the layer that stands for it, for those whose names a rank is given; and those for which nothing is sent.
+    """Return layer -> the layer that stands for it, for those whose names a rank is given; and those for which nothing
+    is sent.
 
-    held: the decoder layers of the rank. Layers are of one kind if the same names, dtypes and shapes are sent for them; the
-    first one that the rank holds stands for them. Layers that it does not hold stand for themselves.
+    held: the decoder layers of the rank. Layers are of one kind if the same names, dtypes and shapes are sent for them;
+    the first one that the rank holds stands for them. Layers that it does not hold stand for themselves.
     """
     firsts: dict[Any, int] = {}
     stands: dict[int, int] = {}
@@ -330,7 +343,9 @@ def layers_to_give(layers: Layers, held: Collection[int], part: Part) -> tuple[d
 
 
 def kind_of(groups: Iterable[FusingGroup]) -> tuple[Any, ...]:
-    """Return what layers of one kind have in common: names, dtypes, shapes, and how they lie in the trainer's tensors."""
+    """Return what layers of one kind have in common: names, dtypes, shapes, and how they lie in the trainer's
+    tensors.
+    """
     views = [view for group in groups for view in group.views]
     return tuple((without_layer(view.name), str(view.dtype), view.shape, view.stride, view.offset) for view in views)
 
@@ -342,7 +357,9 @@ def without_layer(name: str) -> str:
 
 
 def last_names(name: str) -> str:
-    """Return the last two parts of a parameter's name, which a layer of the target and of the draft model have in common."""
+    """Return the last two parts of a parameter's name, which a layer of the target and of the draft model have in
+    common.
+    """
     return ".".join(name.split(".")[-2:])
 
 
@@ -422,7 +439,9 @@ def _names_of(groups: Iterable[FusingGroup]) -> set[str]:
 def _untouched_experts(
     parameters: Mapping[str, torch.Tensor], missing: Mapping[str, tuple[int, int]], trace: LoaderTrace
 ) -> Iterator[tuple[str, int]]:
-    """Yield parameters of experts, and how many of their experts nothing is written of. Their first axis is the experts."""
+    """Yield parameters of experts, and how many of their experts nothing is written of. Their first axis is the
+    experts.
+    """
     unfilled = {
         storage(parameters[name]): name for name, (count, _) in missing.items() if count and ".experts." in name
     }

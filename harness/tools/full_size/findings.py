@@ -38,8 +38,8 @@ class Findings:
     ) -> "Findings":
         """Return what these ranks did. passed_over: names that this model ignores by design; only an error counts.
 
-        target: the ranks of the target model, if these are of its draft model. buffers: the trainer's. Raise UnsupportedEnvironment if the loader
-        refuses every name because it needs a GPU.
+        target: the ranks of the target model, if these are of its draft model. buffers: the trainer's. Raise
+        UnsupportedEnvironment if the loader refuses every name because it needs a GPU.
         """
         given, coverage = given_to_all(ranks)
         scales = {name for each in coverage for name in each.missing if name.endswith(KV_CACHE_SCALES)}

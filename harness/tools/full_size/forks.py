@@ -1,4 +1,6 @@
-"""Do pieces of work in forked processes, each in one of its own: what it leaves behind, such as a process group, ends with it."""
+"""Do pieces of work in forked processes, each in one of its own: what it leaves behind, such as a process group, ends
+with it.
+"""
 
 import multiprocessing
 import time
@@ -31,7 +33,8 @@ def in_forks(
 ) -> dict[int, T]:
     """Return what work returns for the arguments of each job, so many of them at the same time.
 
-    A line every few seconds says how many are done. what: the jobs' name there. Raise what work raises, for the first job that fails, and ForkEnded.
+    A line every few seconds says how many are done. what: the jobs' name there. Raise what work raises, for the first
+    job that fails, and ForkEnded.
     """
     fork = multiprocessing.get_context("fork")
     waiting, found = sorted(jobs), dict[int, T]()

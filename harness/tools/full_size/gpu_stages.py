@@ -1,7 +1,8 @@
 """What one GPU holds in each stage of a step, and whether it fits. The order of a step is harness/ppo.py's.
 
-Engine and trainer have told what each of them holds (`whole_run.py`). Here it is added up, stage by stage: what is released or
-offloaded in a stage is not on the GPU, and what mem_fraction_static leaves beside the engine's weights is its KV cache.
+Engine and trainer have told what each of them holds (`whole_run.py`). Here it is added up, stage by stage: what is
+released or offloaded in a stage is not on the GPU, and what mem_fraction_static leaves beside the engine's weights is
+its KV cache.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ CONTEXT_BYTES = GIB // 2
 BESIDE_BYTES = 5.7 * GIB
 """CUDA contexts, NCCL's buffers and what SGLang keeps when it is released, for trainer and scheduler together.
 
-Measured after a step of configs/gpu/memory_7b.toml (4 H200, sglang 0.5.17, torch 2.11): 14.6 GiB were in use, of which this
-is neither parameters nor buffers of the sync.
+Measured after a step of configs/gpu/memory_7b.toml (4 H200, sglang 0.5.17, torch 2.11): 14.6 GiB were in use, of which
+this is neither parameters nor buffers of the sync.
 """
 BESIDE, KV_CACHE = "CUDA, NCCL, SGLang", "engine: KV cache"
 KV_AT_MOST, STATES = "engine: KV cache, at most", "engine: linear attention"
@@ -49,7 +50,9 @@ class EngineShare:
         return int((static_bytes - self.weights) / (1 + self.state_ratio)) // self.kv_token
 
     def states(self, static_bytes: int) -> int:
-        """Return the bytes of states: SGLang divides what the weights leave by the ratio, and makes as many as have room."""
+        """Return the bytes of states: SGLang divides what the weights leave by the ratio, and makes as many as have
+        room.
+        """
         return max(0, int((static_bytes - self.weights) * self.state_ratio / (1 + self.state_ratio)))
 
     def least_static(self, tokens: int) -> int:
@@ -78,7 +81,8 @@ class Shares:
     bucket_bytes: int
     """The largest bucket of a sync."""
     copy_bytes: int = 0
-    """What a trainer rank keeps between syncs of the actor's weights in the engine's precision, if that is another one."""
+    """What a trainer rank keeps between syncs of the actor's weights in the engine's precision, if that is another
+    one."""
 
 
 def engine_arguments(config: Config) -> dict[str, Any]:
@@ -169,8 +173,8 @@ class GpuMemory:
     def cache_parts(self, share: EngineShare) -> Parts:
         """Return what a rank of a stage keeps of the sequences that it generates.
 
-        Where the KV cache of a token is not known, that is all that mem_fraction_static leaves beside the weights: SGLang never
-        takes more.
+        Where the KV cache of a token is not known, that is all that mem_fraction_static leaves beside the weights:
+        SGLang never takes more.
         """
         if self.kv_unknown:
             return {KV_AT_MOST: max(0, self.static_bytes - share.weights)}

@@ -153,5 +153,7 @@ def label_of(numbers: range) -> str:
 
 
 def summed(matrix: Sequence[Sequence[int]], rows: Sequence[range], columns: Sequence[range]) -> list[list[int]]:
-    """Return the matrix at a coarser grid: the sum over each block, which is some of the rows and some of the columns."""
+    """Return the matrix at a coarser grid: the sum over each block, which is some of the rows and some of the
+    columns.
+    """
     return [[sum(matrix[row][column] for row in some for column in others) for others in columns] for some in rows]

@@ -1,6 +1,8 @@
-"""One HTML page about an answer: the verdict, heat maps of ranks and layers, and of a whole run its memory and its syncs.
+"""One HTML page about an answer: the verdict, heat maps of ranks and layers, and of a whole run its memory and its
+syncs.
 
-It needs no network and no script. Every name comes from a file or a program of somebody else, so the template escapes all text.
+It needs no network and no script. Every name comes from a file or a program of somebody else, so the template escapes
+all text.
 """
 
 import re
@@ -46,7 +48,7 @@ PARTS = 10
 BAR = 760
 """Pixels of the longest bar."""
 ON_RANK = re.compile(r"on engine rank (\d+) nothing sent would fill")
-"""What a problem says that one rank alone has (`engine_ranks.filled_in_part`)."""
+"""Matches the problems of a single rank (`engine_ranks.filled_in_part`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,7 +272,9 @@ def _lacking_by_layer(rank: EngineRank) -> dict[int, dict[str, int]]:
 def _layer_cell(
     rank: EngineRank, layer: int, outside: str, held: dict[int, int], lacking: dict[int, dict[str, int]], faults: Faults
 ) -> Cell | None:
-    """Return the field of one layer on one rank; None if the rank does not hold it. outside: what NO_LAYER is called."""
+    """Return the field of one layer on one rank; None if the rank does not hold it. outside: what NO_LAYER is
+    called.
+    """
     if layer not in held:
         return None
     every = held[layer]

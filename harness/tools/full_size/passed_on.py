@@ -1,6 +1,7 @@
 """Which of a run's engine.args SGLang is given here: those that may change how it builds, cuts or names its weights.
 
-What matters only while an engine runs is left out. Much of it SGLang refuses, or answers otherwise, where there is no GPU.
+What matters only while an engine runs is left out. Much of it SGLang refuses, or answers otherwise, where there is no
+GPU.
 """
 
 import re
@@ -97,7 +98,9 @@ def divided(arguments: Mapping[str, Any]) -> PassedOn:
 
 
 def _is_beside(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Return whether an argument changes what a GPU holds beside the model's class, such as a draft of another checkpoint."""
+    """Return whether an argument changes what a GPU holds beside the model's class, such as a draft of another
+    checkpoint.
+    """
     if name.startswith("speculative_"):
         return not sends_mtp_layer(arguments)
     return name in BESIDE_THE_CLASS or name.startswith(BEGIN_BESIDE_THE_CLASS)

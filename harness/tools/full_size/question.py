@@ -1,4 +1,6 @@
-"""What launch/full_size.py is asked: MODEL and options, as a folder with a config.json, SGLang's arguments, and a run's config."""
+"""What launch/full_size.py is asked: MODEL and options, as a folder with a config.json, SGLang's arguments, and a run's
+config.
+"""
 
 import json
 import math
@@ -59,10 +61,10 @@ LEAN = {
 class Options:
     """MODEL is a folder with a config.json, the name of a folder of configs/models, or the TOML config of a run.
 
-    With --nnodes, or a TOML config, the whole run is examined: what each GPU holds in each stage of a step, and what a weight
-    sync moves. --section.key VALUE then sets any key of the run's config, as for launch/ppo.py, and what the options below
-    leave at their defaults; without a TOML config the trainer has an actor alone, with gradient checkpointing, and
-    weights.transport = "pull".
+    With --nnodes, or a TOML config, the whole run is examined: what each GPU holds in each stage of a step, and what a
+    weight sync moves. --section.key VALUE then sets any key of the run's config, as for launch/ppo.py, and what the
+    options below leave at their defaults; without a TOML config the trainer has an actor alone, with gradient
+    checkpointing, and weights.transport = "pull".
     """
 
     tp: int = 1
@@ -76,23 +78,25 @@ class Options:
     dtype: Dtype = "bfloat16"
     """What both sides compute in."""
     rollout_precision: RolloutPrecision = "same"
-    """Precision of the engine's weights, as model.rollout_precision of a run. fp8_block: a trainer of a model in bfloat16
-    quantizes its weights at each sync. Leave it out for a model whose config.json has a quantization_config."""
+    """Precision of the engine's weights, as model.rollout_precision of a run. fp8_block: a trainer of a model in
+    bfloat16 quantizes its weights at each sync. Leave it out for a model whose config.json has a
+    quantization_config."""
     speculative_algorithm: str = ""
-    """NEXTN or EAGLE, as SGLang's argument: examine the draft model too, which serves the model's own layer for multi-token
-    prediction."""
+    """NEXTN or EAGLE, as SGLang's argument: examine the draft model too, which serves the model's own layer for
+    multi-token prediction."""
     all_ranks: bool = False
-    """Give every name to every rank's loader. Otherwise each rank gets one layer of each kind, and the ranks of a stage share
-    the others."""
+    """Give every name to every rank's loader. Otherwise each rank gets one layer of each kind, and the ranks of a stage
+    share the others."""
     json: str = ""
     """Write what was found there too."""
     page: str = ""
-    """Write what was found there as one HTML page, which needs no network: heat maps of the engine's ranks and layers, and of a
-    whole run the memory of each GPU and the bytes that a sync moves."""
+    """Write what was found there as one HTML page, which needs no network: heat maps of the engine's ranks and layers,
+    and of a whole run the memory of each GPU and the bytes that a sync moves."""
     against: str = ""
-    """A release of SGLang, such as 0.5.17: ask it too, with the transformers that it asks for, and print what differs. It is
-    installed as launch/bisect_versions.py does. Exit code 0: the same names are sent and arrive, though parameters of the
-    engine may differ in shape or bytes; 1: a name is sent, arrives or is followed in one alone, or one cannot build the model."""
+    """A release of SGLang, such as 0.5.17: ask it too, with the transformers that it asks for, and print what differs.
+    It is installed as launch/bisect_versions.py does. Exit code 0: the same names are sent and arrive, though
+    parameters of the engine may differ in shape or bytes; 1: a name is sent, arrives or is followed in one alone, or
+    one cannot build the model."""
     nnodes: int = 0
     """Hosts of a whole run. Its engines, of tp x pp ranks each, fill them. 0: examine one engine alone."""
     nproc_per_node: int = 8
@@ -100,8 +104,8 @@ class Options:
     gpu_memory_gib: float = 140.0
     """Memory of one GPU of a whole run in GiB, that of an H200; 80 for an H100 or A100. Only of a whole run."""
     network_gb_per_second: float = 0.0
-    """What one host receives over the network, in GB per second, to predict the seconds of a sync. 0: not known. Only of a
-    whole run."""
+    """What one host receives over the network, in GB per second, to predict the seconds of a sync. 0: not known. Only
+    of a whole run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +143,8 @@ class Question:
 
 
 def read_question(name: str, options: Options, words: Sequence[str], scratch: Path) -> Question:
-    """Return what is asked. words: keys of a run's config. scratch: a folder for the config.json of a model made on the spot.
+    """Return what is asked. words: keys of a run's config. scratch: a folder for the config.json of a model made on the
+    spot.
 
     Raise ConfigError for what cannot be, UnsupportedEnvironment for what cannot be answered here.
     """
@@ -254,7 +259,8 @@ def _of_config(config: Config, options: Options, scratch: Path) -> Question:
 
 
 def _of_run(run: Config, folder: Path, scratch: Path, option_of: Mapping[str, str]) -> Question:
-    """Return the question about a run. folder: with the model's config.json. option_of: the option that stands for a key.
+    """Return the question about a run. folder: with the model's config.json. option_of: the option that stands for a
+    key.
 
     Raise ConfigError or UnsupportedEnvironment.
     """
@@ -281,8 +287,8 @@ def _device(run: Config) -> Device:
 def check_run(run: Config, model: Mapping[str, Any], option_of: Mapping[str, str]) -> None:
     """Raise what the run itself would raise about its model, its mesh and the engine's arguments.
 
-    model: the fields of its config.json. A model that is published quantized is no mistake here, unlike in a run, unless the
-    run quantizes it too. option_of: the option that stands for a key.
+    model: the fields of its config.json. A model that is published quantized is no mistake here, unlike in a run,
+    unless the run quantizes it too. option_of: the option that stands for a key.
     """
     facts = Facts(device=_device(run), sglang=engine_facts(sglang_api.probe()), model=model)
     if run.model.precision.is_quantized:

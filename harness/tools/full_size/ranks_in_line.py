@@ -1,7 +1,9 @@
-"""Ranks of a pipeline stage that need not be built: what they read differs from what their neighbours read in a number alone.
+"""Ranks of a pipeline stage that need not be built: what they read differs from what their neighbours read in a number
+alone.
 
-If the parts that the first, the second and the last rank read lie on one line, so do those of the ranks between. A tensor that
-breaks the line, such as an expert that is lost, is seen where a rank's place on it has no such tensor, or one of another shape.
+If the parts that the first, the second and the last rank read lie on one line, so do those of the ranks between. A
+tensor that breaks the line, such as an expert that is lost, is seen where a rank's place on it has no such tensor, or
+one of another shape.
 """
 
 from collections.abc import Sequence
@@ -46,7 +48,9 @@ class RanksInLine:
         return line if all(_is_same(line.at(each.rank - first.rank), each) for each in found) else None
 
     def at(self, place: int) -> LoadCoverage | None:
-        """Return what the loader of the rank so many places behind the first does; None if a tensor there breaks the line."""
+        """Return what the loader of the rank so many places behind the first does; None if a tensor there breaks the
+        line.
+        """
         views = _views(self.groups)
         number_of = {view.name: number for number, group in enumerate(self.groups) for view in group.views}
         copies: list[list[LoaderCopy]] = [[] for _ in self.groups]

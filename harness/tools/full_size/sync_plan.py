@@ -1,8 +1,8 @@
 """Who sends how many bytes to whom in one weight sync, by each transport, at the model's true size.
 
-What an engine rank reads comes from the traces of its own loader, what a trainer rank holds from FSDP2's row rule, and what
-a host must receive from the same regions and needs that a pull plans with. All engines of a run read the same, so one of
-them is counted, and one layer for all that are like it.
+What an engine rank reads comes from the traces of its own loader, what a trainer rank holds from FSDP2's row rule, and
+what a host must receive from the same regions and needs that a pull plans with. All engines of a run read the same, so
+one of them is counted, and one layer for all that are like it.
 
 Links: the same GPU, other GPUs of the host (NVLink), other hosts (network).
 """
@@ -64,7 +64,8 @@ class SyncPlan:
     between_hosts: tuple[tuple[int, ...], ...]
     """[receiver][sender]; empty if a transport goes through files."""
     least_network: int
-    """What the host that needs most must receive in any case: elements that its engines need and its trainers do not hold."""
+    """What the host that needs most must receive in any case: elements that its engines need and its trainers do not
+    hold."""
     messages: int
     """Calls of the engine, or parcels that hosts send each other."""
     staging: int
@@ -75,9 +76,9 @@ class SyncPlan:
     def seconds(self, rates: "Rates") -> float | None:
         """Return how long the links take at these rates; None if one that is used has no known rate.
 
-        The kernel of a pull reads the rank's own GPU and its peers at the same time; of the other transports each step waits
-        for the one before. What a scheduler does beside is not in it: SGLang's load_weights of a bucket takes longer than the
-        links.
+        The kernel of a pull reads the rank's own GPU and its peers at the same time; of the other transports each step
+        waits for the one before. What a scheduler does beside is not in it: SGLang's load_weights of a bucket takes
+        longer than the links.
         """
         network = max((*self.network_in, *self.network_out), default=0)
         parts = (
@@ -96,7 +97,9 @@ class SyncPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Bytes in a second: read from a rank's own GPU, received over NVLink by a rank, received over the network by a host."""
+    """Bytes in a second: read from a rank's own GPU, received over NVLink by a rank, received over the network by a
+    host.
+    """
 
     same_gpu: float
     nvlink: float
@@ -288,7 +291,9 @@ class SyncPlanner:
         )
 
     def _staging(self) -> int:
-        """Return the most that a rank's staging buffer may need: the limit, or its share of the group that brings most."""
+        """Return the most that a rank's staging buffer may need: the limit, or its share of the group that brings
+        most.
+        """
         receivers = min(self.shape.nproc_per_node, self.shape.dims.world_size)
         largest = 0
         for needs in self._needed.values():

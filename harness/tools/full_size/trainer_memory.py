@@ -1,12 +1,12 @@
 """What one trainer rank holds at the model's true size, by executing one step of it on fake tensors.
 
-Fake tensors have shapes, dtypes and storages, but no memory. The model is transformers' own, sharded by the trainer's own
-`shard` under a process group of any size that sends nothing, and what runs is the trainer's own: the log-probs, the actor's or
-critic's loss, its backward, and AdamW. torch's MemTracker counts the bytes of every storage that is alive.
+Fake tensors have shapes, dtypes and storages, but no memory. The model is transformers' own, sharded by the trainer's
+own `shard` under a process group of any size that sends nothing, and what runs is the trainer's own: the log-probs, the
+actor's or critic's loss, its backward, and AdamW. torch's MemTracker counts the bytes of every storage that is alive.
 
-Rank 0 is executed: FSDP2 gives it as many rows of each tensor as any rank has. Layers that repeat are executed a few times
-only, see `Repeats`. Two things are as on a GPU, though no GPU is there: AdamW works on all tensors at once (foreach), and
-attention is torch's memory-efficient kernel, which keeps no matrix of scores.
+Rank 0 is executed: FSDP2 gives it as many rows of each tensor as any rank has. Layers that repeat are executed a few
+times only, see `Repeats`. Two things are as on a GPU, though no GPU is there: AdamW works on all tensors at once
+(foreach), and attention is torch's memory-efficient kernel, which keeps no matrix of scores.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +35,8 @@ from harness.trainer.rows import RowShards
 Role = Literal["actor", "critic", "reference"]
 CPU = torch.device("cpu")
 STEADY = 2
-"""Periods of layers to execute before what one more adds is taken as that of each further one: FSDP2 gathers one unit ahead
-and reduces one behind, so the first and the last differ from those between."""
+"""Periods of layers to execute before what one more adds is taken as that of each further one: FSDP2 gathers one unit
+ahead and reduces one behind, so the first and the last differ from those between."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,9 @@ class TrainerPeaks:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Which decoder layers to execute: `first` of them, and `period` more, which `times` such periods follow in the model."""
+    """Which decoder layers to execute: `first` of them, and `period` more, which `times` such periods follow in the
+    model.
+    """
 
     first: int
     period: int
@@ -67,7 +69,9 @@ class Repeats:
 
 
 def repeats_of(kinds: Sequence[Any]) -> Repeats:
-    """Return which layers to execute for layers of these kinds. Without a period that repeats, all of them, and none more."""
+    """Return which layers to execute for layers of these kinds. Without a period that repeats, all of them, and none
+    more.
+    """
     count = len(kinds)
     for period in range(1, count // (STEADY + 1) + 1):
         start = next(at for at in range(count + 1) if kinds[at : count - period] == kinds[at + period :])
@@ -79,7 +83,9 @@ def repeats_of(kinds: Sequence[Any]) -> Repeats:
 
 
 def layer_kinds(model: Any, layers: nn.ModuleList) -> list[Any]:
-    """Return for each layer what decides its memory: its modules' classes, its parameters, and its kind of attention."""
+    """Return for each layer what decides its memory: its modules' classes, its parameters, and its kind of
+    attention.
+    """
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     return [
         (kind, *((name, type(each).__name__) for name, each in layer.named_modules()),
@@ -121,7 +127,9 @@ def with_fake_buffers(model: nn.Module) -> None:
 
 
 def _master_dtype(config: Config, role: Role) -> torch.dtype:
-    """Return the dtype of a model's shards; a reference is never updated, and kept in the dtype in which it computes."""
+    """Return the dtype of a model's shards; a reference is never updated, and kept in the dtype in which it
+    computes.
+    """
     found = getattr(torch, config.model.dtype if role == "reference" else config.model.master_dtype)
     assert isinstance(found, torch.dtype)
     return found
@@ -155,7 +163,8 @@ class Execution:
         return fullest_rank_bytes(model, self.ranks)
 
     def _on_meta(self, dtype: torch.dtype, attention: Any, checkpointing: bool) -> tuple[Any, Any]:
-        # accelerate moves parameters to the meta device one by one after they are made, which takes the memory of each one.
+        # accelerate moves parameters to the meta device one by one after they are made, which takes the memory of each
+        # one.
         with torch.device("meta"):
             return build_on_meta(self.model_config, dtype, attention, checkpointing, self.role == "critic")
 
@@ -175,8 +184,8 @@ class Execution:
     def run(self) -> TrainerPeaks:
         """Execute a forward, and for a learner also a backward and AdamW's step. Leaves a fake process group behind.
 
-        Raise UnsupportedEnvironment for experts that torch multiplies on real tensors alone, and whatever transformers or
-        FSDP2 raises for a model that they cannot train.
+        Raise UnsupportedEnvironment for experts that torch multiplies on real tensors alone, and whatever transformers
+        or FSDP2 raises for a model that they cannot train.
         """
         mesh, mode = _fake_mesh(self.ranks), FakeTensorMode(allow_non_fake_inputs=True)
         model = self._sharded(mode, mesh)
@@ -201,7 +210,9 @@ class Execution:
             return TrainerPeaks(parameters=held, forward=forward, update=update, optimizer=_optimizer_bytes(model))
 
     def _microbatches(self) -> int:
-        """Return 2 if the rank's part of a minibatch is more than one microbatch: gradients are then there from the start."""
+        """Return 2 if the rank's part of a minibatch is more than one microbatch: gradients are then there from the
+        start.
+        """
         rows = -(-self.config.actor.minibatch_size // self.ranks)
         return min(2, -(-rows // microbatch_rows(self.config)))
 
@@ -247,7 +258,9 @@ def microbatch_rows(config: Config) -> int:
 
 
 def _batch(config: Config, role: Role) -> Batch:
-    """Return one microbatch of fake tensors, as large as the config lets one become, with all that a loss may ask for."""
+    """Return one microbatch of fake tensors, as large as the config lets one become, with all that a loss may ask
+    for.
+    """
     tokens = longest_sequence(config)
     rows = microbatch_rows(config)
     whole = torch.ones(rows, tokens, dtype=torch.int64)

@@ -69,7 +69,9 @@ class TrainerNames:
         return {name: copied.get(name) or held_dtype(each, master) for name, each in self.tensors.items()}
 
     def copy_bytes(self, ranks: int) -> list[int]:
-        """Return for each trainer rank the bytes of its quantized weights and their scales, which it keeps between syncs."""
+        """Return for each trainer rank the bytes of its quantized weights and their scales, which it keeps between
+        syncs.
+        """
         shards, per_row = self.shards(ranks), Counter[RowShards]()
         for name, dtype in self._copied().items():
             per_row[shards[name]] += shards[name].row_elements * dtype.itemsize
@@ -88,7 +90,9 @@ class TrainerNames:
 
 
 def held_dtype(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the trainer holds a tensor: buffers, such as a router's correction bias, keep full precision."""
+    """Return the dtype in which the trainer holds a tensor: buffers, such as a router's correction bias, keep full
+    precision.
+    """
     if isinstance(tensor, torch.nn.Parameter):
         return master
     return torch.float32 if tensor.is_floating_point() else tensor.dtype
@@ -102,12 +106,12 @@ def trainer_layout(folder: Path, dtype: torch.dtype) -> tuple[TensorView, ...]:
 def trainer_names(folder: Path, dtype: torch.dtype, precision: RolloutPrecision = "same") -> TrainerNames:
     """Return what is sent, in dtype, or as the model's own quantization has it.
 
-    precision: of the engine's weights, as model.rollout_precision. A trainer of a model that is published in blocks of float8
-    computes in dtype too, and quantizes at each sync what is published so.
+    precision: of the engine's weights, as model.rollout_precision. A trainer of a model that is published in blocks of
+    float8 computes in dtype too, and quantizes at each sync what is published so.
 
-    Raise UnsupportedEnvironment for an architecture that transformers lacks, and for a quantization that is neither in blocks
-    of float8 nor gpt-oss's MXFP4: how a trainer would make its names is not known here; and if this transformers cannot build
-    the model.
+    Raise UnsupportedEnvironment for an architecture that transformers lacks, and for a quantization that is neither in
+    blocks of float8 nor gpt-oss's MXFP4: how a trainer would make its names is not known here; and if this transformers
+    cannot build the model.
     """
     model_class, config = trainer_class(folder)
     quantization = getattr(config, "quantization_config", None)
@@ -138,7 +142,9 @@ def trainer_names(folder: Path, dtype: torch.dtype, precision: RolloutPrecision 
 
 
 def _model_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Return the trainer's model. Raise UnsupportedEnvironment with transformers' own words if this release cannot build it."""
+    """Return the trainer's model. Raise UnsupportedEnvironment with transformers' own words if this release cannot
+    build it.
+    """
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, dtype=dtype)
@@ -155,8 +161,8 @@ def _model_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
 def trainer_class(folder: Path) -> tuple[Any, Any]:
     """Return transformers' class of the model, and its config. Raise UnsupportedEnvironment if transformers has none.
 
-    Kimi-K2 has a model_type of its own and the class of DeepSeek-V3, so the architecture decides where the type does not.
-    Phi-3.5-MoE's architecture is spelled otherwise than transformers' class, which a run finds by the type.
+    Kimi-K2 has a model_type of its own and the class of DeepSeek-V3, so the architecture decides where the type does
+    not. Phi-3.5-MoE's architecture is spelled otherwise than transformers' class, which a run finds by the type.
     """
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture, kind = fields["architectures"][0], fields.get("model_type")
@@ -212,8 +218,8 @@ def in_float8_blocks(plain: TrainerNames, converter: Fp8BlockConverter) -> Train
 def in_mxfp4(layout: Collection[TensorView]) -> Iterator[TensorView]:
     """Yield the tensors of a checkpoint of gpt-oss in MXFP4: of each matrix of experts its blocks and scales, as bytes.
 
-    In a checkpoint in one dtype a matrix of experts has the axes (expert, input, output). Blocks have (expert, output, block,
-    byte): 32 numbers of 4 bits along the input are a block of 16 bytes. Each block has a scale of one byte.
+    In a checkpoint in one dtype a matrix of experts has the axes (expert, input, output). Blocks have (expert, output,
+    block, byte): 32 numbers of 4 bits along the input are a block of 16 bytes. Each block has a scale of one byte.
     """
     for view in layout:
         if ".experts." not in view.of or len(view.shape) != 3:

@@ -47,10 +47,11 @@ WINDOW_RULES = ("disable_hybrid_swa_memory", "max_running_requests")
 STATE_RULES = ("max_mamba_cache_size", "mamba_full_memory_ratio", "max_running_requests", "speculative_algorithm")
 """Further ones, for a model with states of linear attention."""
 GPU_RATE = 1.21e12
-"""Bytes in a second that a rank's pull copied out of its own GPU: one H200, sglang 0.5.17, tp 1, 15.2 GB in 0.0151 s, less the
-waits of a pull."""
+"""Bytes in a second that a rank's pull copied out of its own GPU: one H200, sglang 0.5.17, tp 1, 15.2 GB in 0.0151 s,
+less the waits of a pull."""
 NVLINK_RATE = 337e9
-"""Bytes in a second that a rank received from its peers in a pull over NVLink: 4 H200, sglang 0.5.17, dp 2 tp 2, 15.2 GB."""
+"""Bytes in a second that a rank received from its peers in a pull over NVLink: 4 H200, sglang 0.5.17, dp 2 tp 2, 15.2
+GB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ class WholeRun:
     """For each rank: the parts of a stage that it holds in another amount than the fullest GPU may, see `own_parts`."""
 
     def gpu_stages(self, rank: int) -> dict[str, dict[str, int]]:
-        """Return what a rank's GPU holds in each stage, by part; with an engine on other GPUs, the engine's stage is on those.
+        """Return what a rank's GPU holds in each stage, by part; with an engine on other GPUs, the engine's stage is on
+        those.
 
         What was executed (activations, AdamW's temporaries) is that of rank 0, and no rank has more.
         """
@@ -227,12 +229,13 @@ def own_parts(
     missing: Sequence[int],
     copies: Sequence[int] = (),
 ) -> list[dict[str, int]]:
-    """Return for each rank the parts in which GPUs differ: the engine's weights and KV cache, AdamW's two moments, copies.
+    """Return for each rank the parts in which GPUs differ: the engine's weights and KV cache, AdamW's two moments,
+    copies.
 
     copies: see TrainerNames.copy_bytes.
 
-    Not the trainer's parameters and gradients: FSDP2 pads the storage of both, so that a rank without a row of a tensor still
-    allocates what rank 0 does. Moments are made as large as the rows. missing: see `missing_bytes`.
+    Not the trainer's parameters and gradients: FSDP2 pads the storage of both, so that a rank without a row of a tensor
+    still allocates what rank 0 does. Moments are made as large as the rows. missing: see `missing_bytes`.
     """
     found = []
     for rank in range(dims.world_size):

@@ -234,7 +234,8 @@ class Emulation:
     def _do(self, fault: HostFault) -> None:
         self.waiting.remove(fault)
         host = self.hosts[fault.host]
-        # A killed host is cut off too: no power, no packet. The kernel would tell every peer that the connection is closed.
+        # A killed host is cut off too: no power, no packet. The kernel would tell every peer that the connection is
+        # closed.
         if self._switch:
             self._switch.unplug(_cable(host.plan, list(host.plan.interfaces)[-1]))
         if fault.kind == "cut":

@@ -1,7 +1,7 @@
 """The process that is one host: it makes the host's namespaces, is their process 1, and runs torchrun in them.
 
-Without namespaces it runs torchrun as an ordinary child. Either way it ends everything that torchrun started and removes the
-host's folder when the launcher's end of the control socket closes, as it does when the launcher is killed.
+Without namespaces it runs torchrun as an ordinary child. Either way it ends everything that torchrun started and
+removes the host's folder when the launcher's end of the control socket closes, as it does when the launcher is killed.
 """
 
 import contextlib
@@ -114,8 +114,8 @@ def _supervise(spec: HostSpec, control: socket.socket) -> int:
     """Run the command on GO, end it on END; name and end what outlived it, and return its exit code."""
     if control.recv(MESSAGE_BYTES) != GO:
         return LAUNCHER_GONE
-    # A scheduler of SGLang that fails sends SIGQUIT to its parent, and the parent of an orphan is this process. A handler,
-    # unlike SIG_IGN, is not inherited.
+    # A scheduler of SGLang that fails sends SIGQUIT to its parent, and the parent of an orphan is this process. A
+    # handler, unlike SIG_IGN, is not inherited.
     signal.signal(signal.SIGQUIT, lambda number, frame: None)
     command = subprocess.Popen(
         spec.command, cwd=spec.working_folder, env=os.environ | spec.environment, stdin=subprocess.DEVNULL

@@ -1,4 +1,6 @@
-"""What launch/hosts.py will do, decided before anything starts: names, addresses, GPUs, variables, command lines, faults."""
+"""What launch/hosts.py will do, decided before anything starts: names, addresses, GPUs, variables, command lines,
+faults.
+"""
 
 import os
 import re
@@ -18,14 +20,17 @@ RANGES = {"hosts": (1, 250), "ranks-per-host": (0, 1024), "interfaces": (1, 8)}
 
 @dataclass(kw_only=True)
 class HostsOptions:
-    """Emulated hosts on this machine, which share its visible GPUs evenly. The script and its arguments follow after --."""
+    """Emulated hosts on this machine, which share its visible GPUs evenly. The script and its arguments follow after
+    --.
+    """
 
     hosts: int = 2
     """Number of hosts; they are called host0, host1, ..."""
     ranks_per_host: int = 0
     """torchrun's --nproc-per-node; 0 means one for each GPU of a host, or one if there are none."""
     isolation: Literal["namespaces", "processes", "auto"] = "auto"
-    """namespaces: each host has its own network, hostname, boot id, /proc and /dev/shm, which takes root. processes: all share the machine's loopback. auto: namespaces if this machine allows them."""
+    """namespaces: each host has its own network, hostname, boot id, /proc and /dev/shm, which takes root. processes:
+    all share the machine's loopback. auto: namespaces if this machine allows them."""
     network: Literal["ipv4", "ipv6", "both"] = "ipv4"
     """Which addresses the hosts have."""
     rendezvous: Literal["c10d", "static"] = "c10d"
@@ -156,7 +161,8 @@ def split_gpus(hosts: int, visible: Sequence[str]) -> tuple[str | None, ...]:
 
 
 def interfaces(index: int, options: HostsOptions, namespaces: bool) -> dict[str, tuple[str, ...]]:
-    """Return eth0, eth1, ...: the last is on the network that joins the hosts (77), each other on a network without hosts.
+    """Return eth0, eth1, ...: the last is on the network that joins the hosts (77), each other on a network without
+    hosts.
 
     Without namespaces return loopback; all hosts then share its one IPv6 address.
     """

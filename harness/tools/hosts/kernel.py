@@ -1,7 +1,7 @@
 """Linux calls for emulated hosts: namespaces, mounts, and a network of veth pairs and a bridge.
 
-This module makes system calls and writes rtnetlink messages itself, because containers often lack iproute2. Every kernel
-that runs containers has veth and bridge.
+This module makes system calls and writes rtnetlink messages itself, because containers often lack iproute2. Every
+kernel that runs containers has veth and bridge.
 """
 
 import ctypes

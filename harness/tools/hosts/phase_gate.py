@@ -22,7 +22,9 @@ REPORT_BYTES = 1 << 12
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Yield another path of a socket: its own may have more than the 107 bytes of a Unix address, below a long TMPDIR."""
+    """Yield another path of a socket: its own may have more than the 107 bytes of a Unix address, below a long
+    TMPDIR.
+    """
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

@@ -17,13 +17,13 @@ from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, LogProbDifference
 MOST = 0.5
 """A source that removes at least this share of the difference is named as its source."""
 NEAR = 0.75
-"""A broad change, such as float32 everywhere, includes narrow ones. A narrow one is named in its place if it removes at least
-this part of what the broad one removes."""
+"""A broad change, such as float32 everywhere, includes narrow ones. A narrow one is named in its place if it removes at
+least this part of what the broad one removes."""
 IN_DECODING = ", in decoding"
 """What is added to a change that was measured on what the engine reports while it generates."""
 ALIKE, FAR = 1.5, 5.0
-"""If the engine is at most ALIKE times as far from float32 as the trainer, the two count as equally exact. If it is FAR times as
-far or more, it computes something else."""
+"""If the engine is at most ALIKE times as far from float32 as the trainer, the two count as equally exact. If it is FAR
+times as far or more, it computes something else."""
 HEAD = "head"
 """What comes after the last module whose output is compared: the head, and the log-probs of its logits."""
 
@@ -124,14 +124,18 @@ class Answer:
         return max(self.difference.mean, self.prefill.mean, *measured)
 
     def share(self, source: Source) -> float:
-        """Return the share of the mean difference that is gone without this source. Of an infinite one it is all or nothing."""
+        """Return the share of the mean difference that is gone without this source. Of an infinite one it is all or
+        nothing.
+        """
         if math.isinf(self.total):  # a log-prob is no number, or infinite
             return float(bool(source.before and source.after) and source.removed == math.inf)
         return source.removed / self.total if self.total else 0.0
 
     @property
     def largest(self) -> Source | None:
-        """The setting without which most is gone, or a narrower one without which almost as much is; None if none was changed."""
+        """The setting without which most is gone, or a narrower one without which almost as much is; None if none was
+        changed.
+        """
         measured = [each for each in self.sources if each.after]
         most = max(map(self.share, measured), default=0.0)
         near = [each for each in measured if self.share(each) >= NEAR * most]

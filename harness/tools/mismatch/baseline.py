@@ -145,7 +145,8 @@ class Baseline:
     def _temperature(self, temperature: float) -> Source:
         """Return what is left of the difference of decoding if both sides are at temperature 1."""
         if self.apart(self.own, self.at_temperature).mean <= FLOOR["float32"]:
-            # What the engine reported is at another temperature than anything that this trainer computes. Prefill is at 1.
+            # What the engine reported is at another temperature than anything that this trainer computes. Prefill is at
+            # 1.
             how = f"the trainer's log-probs are the same at {temperature:g} and at 1 -> both at 1, in prefill"
             return Source(name="temperature", how=how, before=self.reported, after=self.prefill)
         how = f"trainer at {temperature:g} -> at 1"
@@ -156,7 +157,9 @@ class Baseline:
     # Outputs of modules
 
     def different_fields(self, engine: RolloutEngine) -> list[str]:
-        """Return a phrase for each field of the model's config that is another one in the engine than in the trainer."""
+        """Return a phrase for each field of the model's config that is another one in the engine than in the
+        trainer.
+        """
         theirs = all_gather(engine.ask(recording.config_fields) if engine.can_ask else {})[0]
         ours = recording.plain_fields(
             AutoConfig.from_pretrained(str(self.inputs.model_folder), trust_remote_code=False).to_dict()
@@ -166,8 +169,8 @@ class Baseline:
     def compare_outputs(self, call: Call) -> tuple[list[Compared], float | None]:
         """Compare what modules return for the sequence of the first engine whose log-probs differ most.
 
-        call: of the run's own engine or of a changed one. First whole layers are compared, then the modules of the first that differs.
-        Return what was compared, and the share of routing choices that differ.
+        call: of the run's own engine or of a changed one. First whole layers are compared, then the modules of the
+        first that differs. Return what was compared, and the share of routing choices that differ.
         """
         dtype = self.run.config.model.dtype
         ids = self._worst_sequence()
@@ -187,7 +190,9 @@ class Baseline:
         return all_gather((compared, flips))[0]
 
     def _worst_sequence(self) -> list[int]:
-        """Return the tokens of the sequence of the first engine whose log-probs are furthest apart; the same on all ranks."""
+        """Return the tokens of the sequence of the first engine whose log-probs are furthest apart; the same on all
+        ranks.
+        """
         batch = self.measured.batch
         gaps = ((self.measured.prefill["together"] - self.own).abs() * batch.response_mask).sum(-1)
         row = int(gaps.argmax())
@@ -197,7 +202,9 @@ class Baseline:
         return max(found)[1]
 
     def _both(self, call: Call, ids: list[int], pattern: str) -> tuple[list[Outputs], Outputs]:
-        """Return the outputs of each of the engine's ranks, on its head and empty elsewhere, and those of the trainer."""
+        """Return the outputs of each of the engine's ranks, on its head and empty elsewhere, and those of the
+        trainer.
+        """
         ours = call(partial(engine_outputs, ids=ids, pattern=pattern)) or []
         dist.barrier()
         batch = from_sequences([ids[:-1]], [ids[-1:]], 0)
@@ -206,7 +213,9 @@ class Baseline:
         return ours, theirs
 
     def exact_router_of_engine(self, engine: RolloutEngine) -> list[Source]:
-        """Have the routers of the run's own engine compute in float32, and score the same tokens; none without routers."""
+        """Have the routers of the run's own engine compute in float32, and score the same tokens; none without
+        routers.
+        """
         dtype = self.run.config.model.dtype
         if dtype == "float32" or not self.has_routers or not engine.can_ask:
             return []
@@ -227,7 +236,9 @@ class Baseline:
         return [source(before=self.prefill, after=after)]
 
     def save_weights(self) -> None:
-        """Write the trainer's weights to a folder of the run, and, if they were sent quantized, those to another one."""
+        """Write the trainer's weights to a folder of the run, and, if they were sent quantized, those to another
+        one.
+        """
         with self.run.events.phase("save_weights", waiting_for="rank 0 to write the weights as they were sent"):
             self.parts.sync.save_model(self.weights, self.inputs.model_folder)
             if self.sent != self.weights:

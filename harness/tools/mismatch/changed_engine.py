@@ -1,7 +1,7 @@
 """An engine with one setting changed: its start, calls of it that its death cannot block, and its end.
 
-When a process of the run's own engine dies, HostEngine's watcher ends the rank. When one of a changed engine dies, the rest of
-the search goes on: the call that waits for it raises, and all ranks learn of it together.
+When a process of the run's own engine dies, HostEngine's watcher ends the rank. When one of a changed engine dies, the
+rest of the search goes on: the call that waits for it raises, and all ranks learn of it together.
 """
 
 import asyncio
@@ -37,7 +37,9 @@ class CannotBeMeasured(Exception):
 
 
 class Death:
-    """What this rank knows of the death of a process of a changed engine. Call it with the message: it is an on_death."""
+    """What this rank knows of the death of a process of a changed engine. Call it with the message: it is an
+    on_death.
+    """
 
     def __init__(self) -> None:
         self.message = ""
@@ -127,8 +129,8 @@ def changed_engine(
 ) -> Iterator[ChangedEngine]:
     """Start an engine for this block, and shut it down. A collective call of all ranks.
 
-    weights: the checkpoint that it loads. log_dir: for the output of its processes. is_used: whether this rank has an engine.
-    Raise CannotBeMeasured on all ranks if it does not start on one of them.
+    weights: the checkpoint that it loads. log_dir: for the output of its processes. is_used: whether this rank has an
+    engine. Raise CannotBeMeasured on all ranks if it does not start on one of them.
     """
     config = replace(change.config, engine=replace(change.config.engine, initial_weights="checkpoint"))
     run = replace(run, config=config, dims=ParallelDims.of(config.parallel))

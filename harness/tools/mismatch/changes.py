@@ -52,8 +52,8 @@ class Changes:
     def in_engine(self, change: EngineChange, compare: bool) -> tuple[list[Source], list[Compared]]:
         """Start an engine with one setting changed on the same weights, and score the same tokens.
 
-        compare: also compare the outputs of its modules with the trainer's. If the engine does not start, or dies, the last
-        source says why; what was measured before is returned too.
+        compare: also compare the outputs of its modules with the trainer's. If the engine does not start, or dies, the
+        last source says why; what was measured before is returned too.
         """
         base, sources, compared, part = self.baseline, list[Source](), list[Compared](), ""
         try:
@@ -136,10 +136,12 @@ class Changes:
         return source(before=base.prefill, after=base.apart(base.measured.prefill["together"], scored))
 
     def _refused(self, change: TrainerChange) -> str:
-        """Return why a model with this change is not built or has no room, the same on all ranks; "" if nothing is known.
+        """Return why a model with this change is not built or has no room, the same on all ranks; "" if nothing is
+        known.
 
-        Every rank finds that out by itself, before any waits for another one. A later failure, such as too little memory for
-        what is computed, ends the run: the other ranks are in collectives, which only their end can interrupt.
+        Every rank finds that out by itself, before any waits for another one. A later failure, such as too little
+        memory for what is computed, ends the run: the other ranks are in collectives, which only their end can
+        interrupt.
         """
         base = self.baseline
         config = AutoConfig.from_pretrained(str(base.weights), trust_remote_code=False)
@@ -218,7 +220,9 @@ def free_bytes(device: torch.device) -> float:
 
 
 def no_room(shard: int, free: float) -> str:
-    """Return why another trainer, whose shard on a rank has so many bytes, cannot be built; "" if its parameters fit."""
+    """Return why another trainer, whose shard on a rank has so many bytes, cannot be built; "" if its parameters
+    fit.
+    """
     if shard <= free:
         return ""
     return f"its parameters need {shard / GIB:.1f} GiB of each GPU beside the run's own trainer, and {free / GIB:.1f} are free"

@@ -1,4 +1,5 @@
-"""The processes of changed engines, started before their turn: on a GPU each imports SGLang itself, which takes most of a start.
+"""The processes of changed engines, started before their turn: on a GPU each imports SGLang itself, which takes most of
+a start.
 
 On a CPU they are forked from the run's own fork servers, which have imported it once.
 """
@@ -23,7 +24,9 @@ class EarlyServers:
     def __init__(
         self, run: RunContext, changes: Sequence[EngineChange], started: Sequence[ForkServer], *, is_head: bool
     ) -> None:
-        """Prepare nothing yet. started: of the run. is_head: whether this rank has a part in changes that one rank serves alone."""
+        """Prepare nothing yet. started: of the run. is_head: whether this rank has a part in changes that one rank
+        serves alone.
+        """
         self._run, self._started_by_run, self._is_head = run, started, is_head
         self._changes = deque(changes)
         self._started = deque[list[ForkServer]]()
@@ -52,8 +55,8 @@ class EarlyServers:
 def cloned(servers: Sequence[ForkServer]) -> list[ForkServer]:
     """Return copies of these fork servers for one engine, so that the next engine can have copies too.
 
-    The list is empty on a GPU, where no server can fork, and after the death of an engine, which ends the servers as well. Then
-    SGLang starts the engine's processes itself, unless they were started early.
+    The list is empty on a GPU, where no server can fork, and after the death of an engine, which ends the servers as
+    well. Then SGLang starts the engine's processes itself, unless they were started early.
     """
     found = []
     for server in servers:

@@ -1,8 +1,8 @@
 """What launch/mismatch.py does once its ranks have met.
 
 First it proves that the engine holds the trainer's weights and scores the same tokens. Only then does a difference of
-log-probs say how the two compute. After that it changes one setting at a time, on these weights and tokens, and looks for
-the first module whose output differs.
+log-probs say how the two compute. After that it changes one setting at a time, on these weights and tokens, and looks
+for the first module whose output differs.
 """
 
 import json
@@ -61,8 +61,8 @@ def find_mismatch(run: RunContext) -> str:
 def prove_weights(parts: Ppo) -> str:
     """Sync the weights as the run does. Return the end of a sentence on what they equal besides the trainer's.
 
-    Where SGLang can load the model's own checkpoint, what it holds then is compared with what the sync leaves: fingerprints are
-    of what is sent, and would not show a sender that rounds it. Raise Found if the weights differ.
+    Where SGLang can load the model's own checkpoint, what it holds then is compared with what the sync leaves:
+    fingerprints are of what is sent, and would not show a sender that rounds it. Raise Found if the weights differ.
     """
     verification = parts.verification
     engine = parts.rollouts.engine
@@ -89,7 +89,8 @@ def without_learning(config: Config) -> Config:
 
 
 def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
-    """Have the engine generate, and score the same tokens in every way. Return the scores, and the sequences of all ranks.
+    """Have the engine generate, and score the same tokens in every way. Return the scores, and the sequences of all
+    ranks.
 
     Raise Found if the engine scores other tokens than it was given.
     """

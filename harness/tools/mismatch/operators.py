@@ -1,8 +1,8 @@
 """Which module is the first whose output differs between engine and trainer, although what it was given does not.
 
-An engine of several ranks holds shares: of a column-parallel layer's output each rank has some columns, of a row-parallel one
-each has a summand until they are added up. So an output counts as equal if the ranks' copies, or their sum, or their columns
-side by side, are what the trainer has.
+An engine of several ranks holds shares: of a column-parallel layer's output each rank has some columns, of a
+row-parallel one each has a summand until they are added up. So an output counts as equal if the ranks' copies, or their
+sum, or their columns side by side, are what the trainer has.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ FUSED = {
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Relative difference of a token's vector above which it counts as another one."""
 MANY, SEVERAL = 0.05, 2
-"""In half precision a router may choose otherwise. An output counts as another one there if more than this share of the tokens
-differ, and more than this many."""
+"""In half precision a router may choose otherwise. An output counts as another one there if more than this share of the
+tokens differ, and more than this many."""
 FEWEST = 8
 """Tokens without which nothing can be said of a module in half precision."""
 GROWTH = 5.0
@@ -44,14 +44,15 @@ class Compared:
 
     name: str
     error: float
-    """Largest relative difference of a token's vector; for half precision, the largest of those that may not be exceptions."""
+    """Largest relative difference of a token's vector; for half precision, the largest of those that may not be
+    exceptions."""
     tokens: float
     """Share of the tokens whose vectors differ by more than the tolerance."""
     before: float
     """The largest error of the outputs before it."""
     agreeing: int = 0
-    """How many tokens from the first one on agree here and in all outputs before it. A token whose router chose otherwise
-    changes, by attention, those that follow it."""
+    """How many tokens from the first one on agree here and in all outputs before it. A token whose router chose
+    otherwise changes, by attention, those that follow it."""
 
     @property
     def module(self) -> str:
@@ -67,8 +68,8 @@ def compare(
 ) -> list[Compared]:
     """Return the outputs that both sides have, in the order in which the trainer computed them.
 
-    In half precision a few tokens may differ without being counted. Only the tokens before the first of them are compared
-    from there on, and nothing if they are fewer than FEWEST.
+    In half precision a few tokens may differ without being counted. Only the tokens before the first of them are
+    compared from there on, and nothing if they are fewer than FEWEST.
 
     engine: of each of the engine's ranks. before, agreeing: as Compared says of what was computed before these.
     """

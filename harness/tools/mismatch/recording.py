@@ -21,8 +21,8 @@ ATTENTION, ROTARY, ROUTED = "attn", "rotary_emb", "topk"
 
 ROUTERS, EXPERTS = ("gate", "router"), "experts"
 WITH_INPUT, INPUT = ("o_proj", "down_proj"), " input"
-"""Projections at the end of a block. What reaches them is kept under their name and INPUT: what is before them may be in
-modules that only one side has, as in MLA."""
+"""Projections at the end of a block. What reaches them is kept under their name and INPUT: what is before them may be
+in modules that only one side has, as in MLA."""
 
 Outputs = dict[str, list[Tensor]]
 """Name of a module, from "layers." on -> its outputs, each [tokens, ...] float32, in host memory."""
@@ -69,7 +69,9 @@ class Recorder:
         return enters
 
     def _is_given_choices(self, name: str) -> Any:
-        """Record which experts were chosen, from what the experts receive. In transformers 5.12 the block chooses, not the router."""
+        """Record which experts were chosen, from what the experts receive. In transformers 5.12 the block chooses, not
+        the router.
+        """
         parent = name.rpartition(".")[0]
 
         def is_given(module: Any, inputs: Any) -> None:

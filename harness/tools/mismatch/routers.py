@@ -1,7 +1,8 @@
-"""Routers that compute in float32, on the weights and inputs that they have: the trainer's, and those in SGLang's scheduler.
+"""Routers that compute in float32, on the weights and inputs that they have: the trainer's, and those in SGLang's
+scheduler.
 
-Some classes do so by themselves (DeepSeek's in transformers), others in the precision of the model. So each router's own scores are
-compared with those in float32: where they are the same, nothing was changed.
+Some classes do so by themselves (DeepSeek's in transformers), others in the precision of the model. So each router's
+own scores are compared with those in float32: where they are the same, nothing was changed.
 """
 
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ from harness.tools.mismatch.recording import ROUTERS
 
 EXACT = "_harness_exact_routers"
 NOTHING = 1e-5
-"""Relative difference of a router's scores up to which they were computed in float32: sums in another order differ by 1e-6."""
+"""Relative difference of a router's scores up to which they were computed in float32: sums in another order differ by
+1e-6."""
 ROUNDING = {"float16": 2.0**-8, "bfloat16": 2.0**-5}
-"""Relative difference of a router's scores up to which it may be their precision: four times the distance between two numbers."""
+"""Relative difference of a router's scores up to which it may be their precision: four times the distance between two
+numbers."""
 
 
 @dataclass(slots=True)
@@ -32,7 +35,9 @@ class Exactness:
     handles: list[Any] = field(default_factory=list)
 
     def listen(self, model: nn.Module, by_function: bool) -> None:
-        """by_function: compute the whole forward in float32, as transformers' routers choose experts as well; else its product."""
+        """by_function: compute the whole forward in float32, as transformers' routers choose experts as well; else its
+        product.
+        """
         for router in routers_of(model):
             replaced = self._by_forward if by_function else self._by_product
             self.handles.append(router.register_forward_hook(replaced, with_kwargs=True))
@@ -118,7 +123,9 @@ def start_exact_routers(model: nn.Module, _: object) -> None:
 
 
 def stop_exact_routers(model: nn.Module, _: object) -> tuple[int, float]:
-    """Undo start_exact_routers. Return how often the routers were called, and how far their own scores were from float32's."""
+    """Undo start_exact_routers. Return how often the routers were called, and how far their own scores were from
+    float32's.
+    """
     exactness: Exactness = getattr(model, EXACT)
     exactness.stop()
     object.__delattr__(model, EXACT)

@@ -16,7 +16,8 @@ from harness.rollout import sglang_api
 
 Attention = Literal["plain", "mla", "other"]
 LISTS = ("srt/arg_groups/choices.py", "srt/server_args.py")
-"""Where releases list the attention backends of deterministic inference: the first since 0.5.20, before that the second."""
+"""Where releases list the attention backends of deterministic inference: the first since 0.5.20, before that the
+second."""
 DETERMINISTIC, DETERMINISTIC_MLA = (
     "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
     "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND",

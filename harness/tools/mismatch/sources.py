@@ -1,7 +1,7 @@
 """The settings that can make engine and trainer differ, each with what the run uses without it.
 
-What a user has not set may be on as well: by SGLang's own defaults, or by the preset. Only what the device, the release and the
-model allow is changed.
+What a user has not set may be on as well: by SGLang's own defaults, or by the preset. Only what the device, the release
+and the model allow is changed.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -51,8 +51,8 @@ ANY_DTYPE = ("triton", "torch_native")
 DETERMINISTIC = "enable_deterministic_inference"
 FUSION_OFF = "enforce_disable_flashinfer_allreduce_fusion"
 TILE, LEAST_CHUNK = 4096, 2048
-"""Tokens. With FlashInfer, deterministic inference cuts a long prompt only at multiples of TILE, and never serves one that is
-longer than a smaller chunk. LEAST_CHUNK is the smallest chunk of prefill that SGLang chooses by itself."""
+"""Tokens. With FlashInfer, deterministic inference cuts a long prompt only at multiples of TILE, and never serves one
+that is longer than a smaller chunk. LEAST_CHUNK is the smallest chunk of prefill that SGLang chooses by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,8 @@ def engine_changes(config: Config, serving: Serving) -> Iterator[EngineChange]:
                 name=f"engine.args.{name}", how=f"{args[name]} -> SGLang's or the preset's default", config=less
             )
     yield from _not_asked_for(config, serving)
-    # Last: kernels of a GPU may have no float32, and once an engine has died, those after it start without the fork servers.
+    # Last: kernels of a GPU may have no float32, and once an engine has died, those after it start without the fork
+    # servers.
     yield from _precision(config, serving)
 
 
@@ -202,8 +203,8 @@ def other_attention(config: Config, serving: Serving) -> list[str]:
 def _deterministic(config: Config, serving: Serving) -> Iterator[EngineChange]:
     """Yield deterministic inference, and the one that follows a trainer, if the config has neither.
 
-    SGLang's kernels then give a token the same numbers in every batch. It wants one of its attention backends for that; it sets
-    the sampling backend and the all-reduce itself.
+    SGLang's kernels then give a token the same numbers in every batch. It wants one of its attention backends for that;
+    it sets the sampling backend and the all-reduce itself.
     """
     arguments = arguments_of(config, serving)
     has_any = arguments.get(DETERMINISTIC) or arguments.get(ON_POLICY)

@@ -1,6 +1,7 @@
 """What launch/ppo.py --dry-run and --check print: where every rank and engine of a run would be.
 
-Needs neither torch, transformers nor SGLang. launch/full_size.py executes what a GPU holds; --dry-run prints its command.
+Needs neither torch, transformers nor SGLang. launch/full_size.py executes what a GPU holds; --dry-run prints its
+command.
 """
 
 import os
@@ -119,7 +120,9 @@ def _visible(command: Command) -> tuple[str | None, ...]:
 
 
 def _hidden_here(command: Command) -> bool:
-    """Return whether this shell hides every GPU, from a plan for GPUs that does not give CUDA_VISIBLE_DEVICES itself."""
+    """Return whether this shell hides every GPU, from a plan for GPUs that does not give CUDA_VISIBLE_DEVICES
+    itself.
+    """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
     return is_hidden and not command.options.cuda_visible_devices and command.config.engine.device != "cpu"
 

@@ -37,8 +37,8 @@ def issue_text(
 ) -> str:
     """Return the run as Markdown.
 
-    metrics: the rows of metrics.jsonl. finding: the catalogue's entry for the failure. files: what to read next, relative
-    to the run directory. fold: put the config into <details>, which GitHub folds.
+    metrics: the rows of metrics.jsonl. finding: the catalogue's entry for the failure. files: what to read next,
+    relative to the run directory. fold: put the config into <details>, which GitHub folds.
     """
     facts = {each["event"]: each for each in reversed(subject.events)}
     lines = [
@@ -195,7 +195,9 @@ def environment(ranks: Sequence[RankRecord]) -> list[str]:
 
 
 def differences(ranks: Sequence[RankRecord]) -> dict[str, dict[str, str]]:
-    """Return each version, variable, device or platform that is not the same everywhere: its values, and their ranks."""
+    """Return each version, variable, device or platform that is not the same everywhere: its values, and their
+    ranks.
+    """
     facts = {
         each.rank: {"device": each.device, "platform": each.platform, **each.versions}
         | redact.variables(each.environment)

@@ -1,9 +1,9 @@
 """trace.json: what every rank did and when, for https://ui.perfetto.dev or chrome://tracing.
 
-Chrome's trace event format as a JSON array: one process for each rank, with threads for its phases, for the calls of its
-engine and for its start (launcher, imports, meeting); memory as counters. Times are microseconds since the launch; each
-host's clock is taken as it is.
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Chrome's trace event format as a JSON array: one process for each rank, with threads for its phases, for the calls of
+its engine and for its start (launcher, imports, meeting); memory as counters. Times are microseconds since the launch;
+each host's clock is taken as it is. The format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import json
@@ -41,7 +41,9 @@ class Span:
 
 
 def write_trace(folder: Path, events: Sequence[Event], ended: float = 0.0) -> Path:
-    """Write trace.json into the run directory, one event in each line, and return its path. For the arguments see spans."""
+    """Write trace.json into the run directory, one event in each line, and return its path. For the arguments see
+    spans.
+    """
     file = folder / TRACE
     replace_file(file, _json_lines(trace_events(events, ended)))
     return file

@@ -83,8 +83,8 @@ def files_to_read(folder: Path) -> list[str]:
 def page(markdown: str, outcome: str) -> str:
     """Return the Markdown as one HTML page that needs no other file.
 
-    The text holds whatever a failed program printed, so only the few rules that issue_text uses are enabled: no raw HTML, no
-    images, and no links but the http ones that are made below.
+    The text holds whatever a failed program printed, so only the few rules that issue_text uses are enabled: no raw
+    HTML, no images, and no links but the http ones that are made below.
     """
     parser = MarkdownIt("zero").enable(["backticks", "escape", "fence", "heading", "list", "table"])
     parser.add_render_rule("text", _with_links)

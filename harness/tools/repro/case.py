@@ -1,8 +1,8 @@
 """Cases: known failures that a minimal program reproduces, each with a control run that passes.
 
-A case is a function in cases/ below the decorator @Case(...); its name with hyphens is the case's name.
-`python -m harness.tools.repro.cases NAME broken` fails in the known way, `... healthy` passes. A program that cannot run
-here raises UnsupportedEnvironment, which is printed after CANNOT with exit code 125.
+A case is a function in cases/ below the decorator @Case(...); its name with hyphens is the case's name. `python -m
+harness.tools.repro.cases NAME broken` fails in the known way, `... healthy` passes. A program that cannot run here
+raises UnsupportedEnvironment, which is printed after CANNOT with exit code 125.
 """
 
 import difflib
@@ -42,12 +42,13 @@ class Case:
         False  # starts real SGLang engines: on the GPU if there is one, else in CPU mode (half a minute each)
     )
     new_python: bool = False
-    """Whether each variant must run in a new Python, and SGLang must spawn its engine's processes: where the failure is about
-    imports or the start of a process, or where the program itself only starts other programs. Otherwise they may be forked
-    from a process that has done the imports."""
+    """Whether each variant must run in a new Python, and SGLang must spawn its engine's processes: where the failure is
+    about imports or the start of a process, or where the program itself only starts other programs. Otherwise they may
+    be forked from a process that has done the imports."""
     requires: tuple[str, ...] = ()  # packages, as requirement specifiers: "sglang>=0.5.21"
     releases: tuple[str, ...] = ()
-    """Other releases of SGLang that the variants run in. Each is installed at its first use, which needs a package index."""
+    """Other releases of SGLang that the variants run in. Each is installed at its first use, which needs a package
+    index."""
     signature: tuple[str, ...]
     """Regular expressions: the broken variant's output must match all of them, the control's none."""
     failure: str = ""

@@ -20,15 +20,15 @@ HOSTS_SCRIPT = str(Path(__file__).resolve().parents[3] / "launch" / "hosts.py")
 PATIENCE_SECONDS = 2.0
 """Time for the other ranks to fail too, once one has failed."""
 PORTS = range(10_000, 20_000)
-"""Below those that Linux gives to connections: a connection could take such a port before it is listened on. Below those of
-engines, too."""
+"""Below those that Linux gives to connections: a connection could take such a port before it is listened on. Below
+those of engines, too."""
 
 
 def run_ranks(work: Callable[[int], None], ranks: int = 2) -> NoReturn:
     """Run work(rank) in a process for each rank, and end this process, with 1 if any of them failed.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun does, and as by torchrun the others are killed soon
-    after one has failed. A rank's exception is printed after its rank.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun does, and as by torchrun the others are killed
+    soon after one has failed. A rank's exception is printed after its rank.
     """
     import torch.distributed  # noqa: F401 - once for all of them
 

@@ -1,7 +1,8 @@
-"""A tiny DeepSeek-V3 whose MTP layer guesses every greedy token, so that a draft model with other weights shows at once.
+"""A tiny DeepSeek-V3 whose MTP layer guesses every greedy token, so that a draft model with other weights shows at
+once.
 
-Attention and experts write zeros: the next token depends on the last one alone. The MTP layer is the same model again, so SGLang
-accepts all of its drafts.
+Attention and experts write zeros: the next token depends on the last one alone. The MTP layer is the same model again,
+so SGLang accepts all of its drafts.
 """
 
 import json
@@ -24,7 +25,9 @@ def is_of_mtp_layer(name: str) -> bool:
 
 
 def make_predictable(folder: Path) -> dict[str, Any]:
-    """Turn a saved tiny DeepSeek-V3 into the predictable one, with its MTP layer; return the tensors that were written."""
+    """Turn a saved tiny DeepSeek-V3 into the predictable one, with its MTP layer; return the tensors that were
+    written.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig

@@ -1,7 +1,7 @@
 """Run both variants of a case, judge them and show the verdict.
 
-Each variant runs as a separate process tree, and no process of it is left afterwards. Where its case allows it, the variant
-is forked from a process that has done the imports (shared_imports.py).
+Each variant runs as a separate process tree, and no process of it is left afterwards. Where its case allows it, the
+variant is forked from a process that has done the imports (shared_imports.py).
 """
 
 import importlib.metadata
@@ -31,7 +31,8 @@ from harness.tools.repro.case import CANNOT, GPUS, Case, Variant
 REPOSITORY = Path(__file__).resolve().parents[3]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LINGER_SECONDS = 15.0
-"""Time for a variant to end once it has shown its signature: many a dead scheduler leaves a parent that waits forever."""
+"""Time for a variant to end once it has shown its signature: many a dead scheduler leaves a parent that waits
+forever."""
 SHOWN_LINES, LINE_WIDTH = 10, 200
 EXIT_CODES = {
     "reproduced": 1,

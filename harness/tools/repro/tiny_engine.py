@@ -43,7 +43,9 @@ class TinyEngine:
     def update(
         self, tensors: list[tuple[str, Any]], *, flush_cache: bool = True, load_format: str | None = None
     ) -> None:
-        """Call update_weights_from_tensor, in a session where this sglang needs one. load_format: as SGLang takes it."""
+        """Call update_weights_from_tensor, in a session where this sglang needs one. load_format: as SGLang takes
+        it.
+        """
         options = {"flush_cache": flush_cache, "load_format": load_format}
         if flush_cache:
             sglang_api.flush_cache(self.engine)  # when it is idle; SGLang's own flush of an update only asserts that

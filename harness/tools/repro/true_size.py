@@ -1,4 +1,5 @@
-"""Engines of published models at their true widths: SGLang's classes and loaders on the meta device, as in tools/full_size.
+"""Engines of published models at their true widths: SGLang's classes and loaders on the meta device, as in
+tools/full_size.
 
 A case says which model, with how few layers, and what it sends; each rank of the engine is a process without a GPU.
 """
@@ -67,7 +68,8 @@ def full_size(folder: Path, *options: object) -> None:
 
 
 def import_sglang(folder: Path, draft: bool = False) -> None:
-    """Import what check_engine and the names of a trainer need, as launch/full_size.py does, before anything imports torch.
+    """Import what check_engine and the names of a trainer need, as launch/full_size.py does, before anything imports
+    torch.
 
     draft: also the class of the draft model.
     """
@@ -92,10 +94,11 @@ def checkpoint_tensor(name: str, dtype: Any, *shape: int) -> "TensorView":
 def check_engine(
     folder: Path, groups: "Sequence[FusingGroup]", *, tp: int, about: str = "", draft: bool = False, **arguments: Any
 ) -> None:
-    """Build all ranks of an engine, give each group to their loaders in a call of its own, and print what does not arrive.
+    """Build all ranks of an engine, give each group to their loaders in a call of its own, and print what does not
+    arrive.
 
-    groups: none to build the ranks alone. about: a regular expression; only tensors that it matches are looked at, because the
-    groups are a part of the checkpoint. draft: build the draft model of speculative decoding instead.
+    groups: none to build the ranks alone. about: a regular expression; only tensors that it matches are looked at,
+    because the groups are a part of the checkpoint. draft: build the draft model of speculative decoding instead.
     arguments: SGLang's server arguments. Exit with 1 if something does not arrive, or if SGLang cannot build a rank.
     """
     from harness.tools.full_size import engine_ranks

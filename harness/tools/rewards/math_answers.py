@@ -1,8 +1,8 @@
 """MATH answers, compared by math-verify in a separate process: sympy may never finish with what a response contains.
 
-math-verify's own timeouts are alarms. They work in the main thread alone, count time on the clock, and come late if one long
-operation runs in C. Here the kernel ends the process after a number of CPU seconds, so that the load of the machine changes no
-score.
+math-verify's own timeouts are alarms. They work in the main thread alone, count time on the clock, and come late if one
+long operation runs in C. Here the kernel ends the process after a number of CPU seconds, so that the load of the
+machine changes no score.
 """
 
 import json
@@ -28,7 +28,8 @@ class MathWorker:
     _process: subprocess.Popen[str] | None = None
 
     def reward(self, response: str, ground_truth: Any) -> float:
-        """Return 1.0 if math-verify finds the ground truth, in LaTeX, in the response; otherwise, or after cpu_seconds, 0.0.
+        """Return 1.0 if math-verify finds the ground truth, in LaTeX, in the response; otherwise, or after cpu_seconds,
+        0.0.
 
         The rule of verl/utils/reward_score/math_verify.py. Raise RuntimeError if the process cannot work.
         """

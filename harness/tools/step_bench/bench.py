@@ -36,7 +36,9 @@ BACKWARD = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRow:
-    """One phase: the median seconds of the slowest rank, and its limit, the fewest seconds that this machine would need."""
+    """One phase: the median seconds of the slowest rank, and its limit, the fewest seconds that this machine would
+    need.
+    """
 
     phase: str
     seconds: float
@@ -56,8 +58,8 @@ class StepTable:
     matmul_flops: float
     """Per second, of the slowest rank."""
     sampling_seconds: float
-    """How long SGLang's bench takes if it samples and returns log-probs as the rollout does. The limit of generation is the
-    bench as it is, greedy."""
+    """How long SGLang's bench takes if it samples and returns log-probs as the rollout does. The limit of generation is
+    the bench as it is, greedy."""
     phases: Sequence[PhaseRow]
 
     def of(self, *names: str) -> tuple[float, float]:
@@ -76,7 +78,9 @@ class StepBench:
     json: str
 
     def __call__(self, run: RunContext) -> str:
-        """Run the steps, then measure the limits on the same parts; return the verdict. A collective call of all ranks."""
+        """Run the steps, then measure the limits on the same parts; return the verdict. A collective call of all
+        ranks.
+        """
         events, world = run.events, run.world
         record = start_record(run)
         run, inputs = read_inputs(run)
@@ -156,7 +160,8 @@ def measure_limits(ppo: Ppo, index: int, tokens: float) -> tuple[dict[str, float
 
 
 def sglangs_bench(ppo: Ppo, index: int, rollout: Batch, sampling: Mapping[str, float] | None) -> float:
-    """Return the seconds of SGLang's own bench with the step's prompts and lengths, on all engines at once; the slowest counts.
+    """Return the seconds of SGLang's own bench with the step's prompts and lengths, on all engines at once; the slowest
+    counts.
 
     sampling: as for offline_throughput.
     """

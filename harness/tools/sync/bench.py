@@ -109,7 +109,9 @@ def _gpu_free(world: World) -> int:
 
 
 def _timed(world: World, call: Callable[[], object]) -> float:
-    """Return seconds from when all ranks are ready until the last one, its GPU included, is done; alike on every rank."""
+    """Return seconds from when all ranks are ready until the last one, its GPU included, is done; alike on every
+    rank.
+    """
     finish = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
     finish()
     dist.barrier()

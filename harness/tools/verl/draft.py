@@ -54,7 +54,8 @@ class Draft:
     mapped: dict[str, list[str]] = field(default_factory=dict)
     """verl's key -> the harness keys that it decides."""
     reasons: list[tuple[str, Fate, str]] = field(default_factory=list)
-    """(key of verl, with * for any text; fate; reason) for keys that other settings overrule. The first match counts."""
+    """(key of verl, with * for any text; fate; reason) for keys that other settings overrule. The first match
+    counts."""
     of_command: list[Verdict] = field(default_factory=list)
     """Verdicts that belong to no override: on hydra's options, and on defaults of verl."""
 
@@ -86,11 +87,14 @@ class Draft:
         return float(of_type(float, self.get(key, otherwise), key))
 
     def number_or(self, otherwise: float, key: str) -> float:
-        """Return verl's value of a key as number() does; `otherwise` if it is null or false, or the release has no such key."""
+        """Return verl's value of a key as number() does; `otherwise` if it is null or false, or the release has no such
+        key.
+        """
         return otherwise if self.get(key) in (None, False) else self.number(key)
 
     def put(self, key: str, value: Any, *sources: str, note: str = "") -> None:
-        """Set a key of the harness. sources: the keys of verl that its value comes from. Raise ConfigError for a wrong type.
+        """Set a key of the harness. sources: the keys of verl that its value comes from. Raise ConfigError for a wrong
+        type.
 
         A reference to a key that verl does not have is refused, as hydra refuses it.
         """
@@ -136,8 +140,8 @@ class Draft:
     def verdicts(self) -> Iterator[Verdict]:
         """Yield what became of each override, in order, then what is said of the command.
 
-        Printed keys that keys.toml leaves out, such as a profiler's, may have verl's defaults; they are not named if they
-        are irrelevant.
+        Printed keys that keys.toml leaves out, such as a profiler's, may have verl's defaults; they are not named if
+        they are irrelevant.
         """
         for key, override in self.verl.given.items():
             fate, text = self._fate(key, override)
@@ -202,7 +206,9 @@ def row_of(key: str) -> dict[str, Any] | None:
 
 
 def of_type(kind: type, value: Any, key: str) -> Any:
-    """Return a value of verl as this type: null as false, an integer as a number, anything as text. Raise ConfigError."""
+    """Return a value of verl as this type: null as false, an integer as a number, anything as text. Raise
+    ConfigError.
+    """
     if kind is str:
         return str(value)
     if kind is bool and value is None:

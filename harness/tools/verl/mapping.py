@@ -235,8 +235,8 @@ def validation(draft: Draft, environment: Mapping[str, str]) -> None:
 def validation_sampling(draft: Draft) -> None:
     """Set validation.temperature.
 
-    do_sample = false means greedy only where verl's engine workers generate. Its agent loop, which is all there is since 0.7
-    and generates for mode = async before, reads temperature, top_p and top_k and not do_sample
+    do_sample = false means greedy only where verl's engine workers generate. Its agent loop, which is all there is
+    since 0.7 and generates for mode = async before, reads temperature, top_p and top_k and not do_sample
     (verl/experimental/agent_loop/agent_loop.py; verl/workers/rollout/chat_scheduler.py in 0.4).
     """
     sampled, temperature = "@.rollout.val_kwargs.do_sample", "@.rollout.val_kwargs.temperature"
@@ -324,7 +324,9 @@ def algorithm(draft: Draft) -> None:
 
 
 def kl(draft: Draft) -> None:
-    """Set algorithm.kl_*: the KL is in the reward, in the loss, or nowhere. 0.2 and 0.3: in the reward if not in the loss."""
+    """Set algorithm.kl_*: the KL is in the reward, in the loss, or nowhere. 0.2 and 0.3: in the reward if not in the
+    loss.
+    """
     placed = ("@.actor.use_kl_loss", "algorithm.use_kl_in_reward")
     in_loss = bool(draft.get(placed[0]))
     in_reward = bool(draft.get(placed[1], not in_loss))
@@ -353,14 +355,18 @@ def kl(draft: Draft) -> None:
 
 
 def importance_weights(draft: Draft) -> None:
-    """Ignore the bounds of importance weights where there are none; counterparts.toml reports the weights themselves."""
+    """Ignore the bounds of importance weights where there are none; counterparts.toml reports the weights
+    themselves.
+    """
     for key in ("algorithm.rollout_is", "algorithm.rollout_correction.rollout_is"):
         if not draft.get(key):
             draft.ignore(f"there are no importance weights: {key} is off", f"{key}_*")
 
 
 def updates(draft: Draft, prefix: str) -> None:
-    """Set how [actor] is updated, from the keys of verl's actor, or from the critic's to compare (see critic_as_actor)."""
+    """Set how [actor] is updated, from the keys of verl's actor, or from the critic's to compare (see
+    critic_as_actor).
+    """
     minibatches(draft, prefix)
     optimizer(draft, prefix)
     learning_rate_schedule(draft, prefix)
@@ -421,7 +427,9 @@ def microbatches(draft: Draft) -> None:
 
 
 def token_budget(draft: Draft, budget: int) -> tuple[int, str]:
-    """Return the tokens of one rank's microbatch, and a note. In verl, ranks may share a sequence; here one rank takes it."""
+    """Return the tokens of one rank's microbatch, and a note. In verl, ranks may share a sequence; here one rank takes
+    it.
+    """
     ulysses = "ulysses_sequence_parallel_size"
     names = (ulysses, f"fsdp_config.{ulysses}", "megatron.context_parallel_size", "veomni.ulysses_parallel_size")
     ranks = max(draft.integer_or(1, f"@.actor.{name}", least=1) for name in names)
@@ -495,7 +503,9 @@ def warmup(draft: Draft, prefix: str) -> bool:
 
 
 def product(ratio: float, total: int, name: str) -> int:
-    """Return a share of a number of steps, rounded down. Raise ConfigError for inf, nan, and what is too large for a float."""
+    """Return a share of a number of steps, rounded down. Raise ConfigError for inf, nan, and what is too large for a
+    float.
+    """
     try:
         return int(ratio * total)
     except (OverflowError, ValueError):

@@ -47,8 +47,8 @@ def parse_override(word: str) -> Override:
 def parse_value(text: str, word: str = "") -> Any:
     """Return the value that hydra reads: null, a boolean, a number, a quoted or bare text, a list or a table.
 
-    A reference ${key} stays text. Raise ConfigError for a bracket or quote that is not closed, for brackets in hundreds of
-    levels, and for a sweep (a,b).
+    A reference ${key} stays text. Raise ConfigError for a bracket or quote that is not closed, for brackets in hundreds
+    of levels, and for a sweep (a,b).
     """
     try:
         value, rest = _value(text.strip(), word or text)
@@ -220,7 +220,8 @@ class VerlConfig:
     def resolve(self, value: Any, key: str, depth: int = 0) -> Any:
         """Replace the references ${key} and ${oc.select:key,default} by their values; other resolvers stay text.
 
-        Raise ConfigError if the text gets too long: references to references multiply, and two that name each other have no end.
+        Raise ConfigError if the text gets too long: references to references multiply, and two that name each other
+        have no end.
         """
         if not isinstance(value, str) or "${" not in value or depth > 8:
             return value

@@ -21,7 +21,8 @@ BY_PATH = (
     (r"qwen(1[._]5|2([._]5)?)(?!.*moe)", "qwen2"),
     (r"llama-?[23]|llama", "llama"),
 )
-"""A part of a model's path, in small letters -> the tiny model of its architecture; "" if there is none. First match counts."""
+"""A part of a model's path, in small letters -> the tiny model of its architecture; "" if there is none. First match
+counts."""
 LARGEST = {
     "task.max_prompt_tokens": 256,
     "rollout.max_response_tokens": 16,
@@ -42,8 +43,8 @@ ROWS = 256
 def shrink(draft: Draft, asked: str) -> None:
     """Take a tiny model and generated data, smaller batches, shorter prompts and responses, and a shorter run.
 
-    Every parallel size stays, and so does the number of minibatches, up to MOST_MINIBATCHES. asked: a tiny model, or "auto" for
-    the one of the path's architecture. Raise ConfigError if there is none.
+    Every parallel size stays, and so does the number of minibatches, up to MOST_MINIBATCHES. asked: a tiny model, or
+    "auto" for the one of the path's architecture. Raise ConfigError if there is none.
     """
     value = {key: entry.value for key, entry in draft.entries.items()}
     name = tiny_model_for(str(value["model.name"]), asked)

@@ -153,7 +153,9 @@ def read_words(words: Sequence[str]) -> tuple[list[Override], dict[str, str]]:
 
 
 def is_config_group(override: Override) -> bool:
-    """Return whether an override picks one of verl's config files, as in actor@actor_rollout_ref.actor=megatron_actor."""
+    """Return whether an override picks one of verl's config files, as in
+    actor@actor_rollout_ref.actor=megatron_actor.
+    """
     return "@" in override.key or override.key == "model_engine"
 
 

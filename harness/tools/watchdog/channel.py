@@ -1,7 +1,8 @@
-"""The channel from the ranks of a host to their watchdog: a private Unix socket, and the messages that may come over it.
+"""The channel from the ranks of a host to their watchdog: a private Unix socket, and the messages that may come over
+it.
 
-The socket is in a folder that no other user can enter, and the kernel's credentials are checked at both ends. A message is
-a packet with a JSON object, which is checked field by field.
+The socket is in a folder that no other user can enter, and the kernel's credentials are checked at both ends. A message
+is a packet with a JSON object, which is checked field by field.
 """
 
 import os

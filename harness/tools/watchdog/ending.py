@@ -1,7 +1,7 @@
 """The end of everything that a run has on this host: ranks, what they started, torchrun if it stays, temporary files.
 
-Processes end first; telling comes second. A screen or a run directory that blocks (a full pipe, a dead mount) delays the
-end by seconds at most, because whatever may block runs on a thread that is left behind.
+Processes end first; telling comes second. A screen or a run directory that blocks (a full pipe, a dead mount) delays
+the end by seconds at most, because whatever may block runs on a thread that is left behind.
 """
 
 import os
@@ -124,7 +124,8 @@ class HostCleanup:
 def report_failed_run(folder: Path, seconds: float = REPORT_SECONDS) -> None:
     """Write report.md and report.html of a run directory that has a config.
 
-    In a process, because a report can fail too. An error goes to no-report.txt: the verdict must stay last on the screen.
+    In a process, because a report can fail too. An error goes to no-report.txt: the verdict must stay last on the
+    screen.
     """
     if not (folder / "config.toml").is_file():
         return

@@ -25,8 +25,8 @@ Kind = Literal[
     "mistake",  # a rank ended with the exit code of a user error, which it has printed
 ]
 
-# Errors of a rank that lost a peer, in the words of gloo, NCCL, torch's store, and Python's sockets and pipes. They cannot be
-# the cause.
+# Errors of a rank that lost a peer, in the words of gloo, NCCL, torch's store, and Python's sockets and pipes. They
+# cannot be the cause.
 _ECHO = re.compile(
     r"connection (?:closed|reset|refused|aborted|timed out|was lost)|closed by peer|broken ?pipe|connect timeout|"
     r"socket ?(?:closed|timeout)|no route to host|network is unreachable|host is down|timed out (?:waiting|after)|"
@@ -38,8 +38,8 @@ _ECHO = re.compile(
 _FAILED_ON = re.compile(
     r"^(?:EngineFailed|WeightsRefused|FloatingPointError): .*?(?:\bon |\(|: )ranks? (\d+(?:, \d+)*)"
 )
-# Errors that this rank has by itself, whatever they quote: the tokenizer manager talks to processes of its host only, a reward
-# to services of its own, and a program that did not end in time is no peer.
+# Errors that this rank has by itself, whatever they quote: the tokenizer manager talks to processes of its host only, a
+# reward to services of its own, and a program that did not end in time is no peer.
 _OWN = re.compile(r"^(?:EngineFailed: SGLang's \S+ failed in this process|RewardFailed|TimeoutExpired): ")
 # Reasons that gloo and NCCL give in the same errors as a lost peer, but which lie here.
 _OWN_REASON = re.compile(r"out of memory|ncclInvalidUsage|ncclInvalidArgument|Duplicate GPU", re.IGNORECASE)
@@ -57,7 +57,9 @@ _AHEAD: Mapping[Kind, float] = {
 
 
 def is_echo(error: str, rank: int) -> bool:
-    """Return whether an error of this rank, in one line, may be the consequence of a failure of another rank or host."""
+    """Return whether an error of this rank, in one line, may be the consequence of a failure of another rank or
+    host.
+    """
     if _OWN.match(error):
         return False
     blamed = _FAILED_ON.match(error)
@@ -125,8 +127,9 @@ def names_no_cause(failure: RunFailure) -> bool:
 def first_failure(failures: Iterable[RunFailure]) -> RunFailure:
     """Return the earliest failure that can be a cause; if there is none, the earliest.
 
-    Among failures that happen together: a stopped rank comes before the ranks that wait for it. A rank that died in a way
-    that only torchrun knows comes before one that torchrun then terminated, which comes before one that lost a peer.
+    Among failures that happen together: a stopped rank comes before the ranks that wait for it. A rank that died in a
+    way that only torchrun knows comes before one that torchrun then terminated, which comes before one that lost a
+    peer.
     """
     return min(failures, key=lambda each: (names_no_cause(each), each.time - _AHEAD.get(each.kind, 0.0)))
 

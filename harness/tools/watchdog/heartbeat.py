@@ -1,8 +1,8 @@
 """Heartbeats between the hosts of a job: which host is silent, where its ranks are, and what failed there.
 
-UDP, because a lost host must not block the others, and because torchrun's store is gone when its own host is. Any process
-on the network can send a datagram here. A beat counts only if it carries the HMAC of the run's key, is addressed to this
-host, and is newer than the last one of its sender.
+UDP, because a lost host must not block the others, and because torchrun's store is gone when its own host is. Any
+process on the network can send a datagram here. A beat counts only if it carries the HMAC of the run's key, is
+addressed to this host, and is newer than the last one of its sender.
 """
 
 import hmac

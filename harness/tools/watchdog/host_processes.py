@@ -83,7 +83,8 @@ class ExitWatch:
 
 
 def how_it_ended(pid: int, pidfd: int | None = None) -> str | None:
-    """Return "was killed by SIGKILL" or the like for a process that has ended; None if it is alive, or if nothing tells any more.
+    """Return "was killed by SIGKILL" or the like for a process that has ended; None if it is alive, or if nothing tells
+    any more.
 
     Once its parent has waited for it, only a pidfd tells, and only on Linux 6.15 or later.
     """
@@ -106,8 +107,9 @@ def describe_status(status: int) -> str:
 class MemoryKills:
     """Evidence that the kernel's out-of-memory killer sent a process SIGKILL, as any process may.
 
-    That is: the count of the process's cgroup, which must be found while it is alive, rose at its death. A rank may report
-    the death of its engine's process much later, at its next call, so the counts are kept as they were at the death.
+    That is: the count of the process's cgroup, which must be found while it is alive, rose at its death. A rank may
+    report the death of its engine's process much later, at its next call, so the counts are kept as they were at the
+    death.
     """
 
     root: Path = Path("/")
@@ -143,7 +145,9 @@ class MemoryKills:
         return f"the out-of-memory killer has just struck in its cgroup (see {file})"
 
     def _file_of(self, pid: int) -> Path | None:
-        """Return where its cgroup counts kills. Linux shows a process that is exiting in the top group: keep the earlier one."""
+        """Return where its cgroup counts kills. Linux shows a process that is exiting in the top group: keep the
+        earlier one.
+        """
         file, known = _count_file(self.root, pid), self._files.get(pid)
         return known if known and file and known.is_relative_to(file.parent) else file
 

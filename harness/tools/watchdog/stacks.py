@@ -1,7 +1,7 @@
 """What the processes of a host are doing when a deadline has passed: Python and native stacks, GPU memory.
 
-py-spy reads all threads of any process of this user, stopped or not. If it is missing, or the kernel does not permit it,
-a rank's own faulthandler writes what it can, on a signal, into memory that the watchdog reads.
+py-spy reads all threads of any process of this user, stopped or not. If it is missing, or the kernel does not permit
+it, a rank's own faulthandler writes what it can, on a signal, into memory that the watchdog reads.
 """
 
 import faulthandler
@@ -33,7 +33,8 @@ _WAITS = re.compile(
     r"cuda(?:Stream|Device|Event)Synchronize",
 )
 _WAITS_IN_A_STORE = "of_all (harness/cluster/network.py:"
-"""The frame of a rank that waits for what all others write to torch's store, as the ranks meet: in native code alone."""
+"""The frame of a rank that waits for what all others write to torch's store, as the ranks meet: in native code
+alone."""
 _WRAPPERS = ("c10d_logger.py", "contextlib.py", "_contextlib.py")
 _PACKAGES = re.compile(r"(?:^|[/(])(?:torch|harness|sglang)/")
 

@@ -1,8 +1,8 @@
 """The watchdog of one host: a separate process, so that a rank that is stopped, hung or killed cannot stop it.
 
-The ranks of its host tell it which phase they are in; the watchdogs of the other hosts send a beat each second. At the first
-failure anywhere it waits until it can know the cause, reports it, and ends the ranks of its host, what they started, and
-torchrun if that hangs. It reports again below torchrun's own report, and exits.
+The ranks of its host tell it which phase they are in; the watchdogs of the other hosts send a beat each second. At the
+first failure anywhere it waits until it can know the cause, reports it, and ends the ranks of its host, what they
+started, and torchrun if that hangs. It reports again below torchrun's own report, and exits.
 
 Started by the first rank of a torchrun: `python -m harness.tools.watchdog.watchdog SETTINGS ...` (see client.py).
 """
@@ -454,7 +454,9 @@ class Watchdog:
 
 
 def main(words: list[str]) -> None:
-    """Watch one run on this host. words: the settings as JSON, the folder of the listener, descriptors of the sockets."""
+    """Watch one run on this host. words: the settings as JSON, the folder of the listener, descriptors of the
+    sockets.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the run, whose end is noticed
     settings = WatchdogSettings(**json.loads(words[0]))

@@ -1,7 +1,7 @@
 """What the ranks of a host do when their watchdog is gone: nothing else would notice now that the run hangs.
 
-Each rank ends what it has started, and exits. The first rank that can still act does so last: it reports the failure in the
-place of the watchdog, ends the ranks that stay (a stopped one would stay for 30 s), and removes what they leave.
+Each rank ends what it has started, and exits. The first rank that can still act does so last: it reports the failure in
+the place of the watchdog, ends the ranks that stay (a stopped one would stay for 30 s), and removes what they leave.
 """
 
 import ctypes
@@ -107,7 +107,9 @@ class LostWatchdog:
         return RunVerdict(self.host, Path(self.met.folder) if self.met else None, [failure], view)
 
     def _ends(self) -> dict[int, str]:
-        """Return what happened to the other ranks: how each ended, or that it is stopped. Most wait, as this one does."""
+        """Return what happened to the other ranks: how each ended, or that it is stopped. Most wait, as this one
+        does.
+        """
         gone = [rank for rank, each in self.others.items() if not is_alive(each)]
         ended = {rank: self._exits[rank].how or "died" for rank in gone}
         stopped = {rank: "is stopped" for rank, each in self.others.items() if is_stopped(each.pid)}

@@ -25,7 +25,9 @@ class CpuCopies:
 
 
 class GpuCopies:
-    """Tables of tiles, shuffled so that not all GPUs read from the same peer at once. run() does not wait for the GPU."""
+    """Tables of tiles, shuffled so that not all GPUs read from the same peer at once. run() does not wait for the
+    GPU.
+    """
 
     def __init__(self, moves: Sequence[Move], device: torch.device) -> None:
         generator = torch.Generator().manual_seed(device.index or 0)

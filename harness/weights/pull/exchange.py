@@ -1,7 +1,8 @@
 """Plan which shard elements each host must receive over the network before its schedulers can copy them, and send them.
 
-A scheduler opens the memory of all trainer ranks of its island: a host, or one rank alone if the host's schedulers cannot
-open each other's trainers' memory. What other ranks own is first sent to a staging buffer of one rank of the island:
+A scheduler opens the memory of all trainer ranks of its island: a host, or one rank alone if the host's schedulers
+cannot open each other's trainers' memory. What other ranks own is first sent to a staging buffer of one rank of the
+island:
 
     rank 5's shard  --network-->  staging buffer of rank 1  --copy-->  schedulers of ranks 0, 1, 2, 3
 
@@ -83,7 +84,9 @@ class PullBatch:
 
 
 def packed(region: Region) -> Region:
-    """Return the region as it reads the parcel of its need: from the parcel's first element, in the parcel's strides."""
+    """Return the region as it reads the parcel of its need: from the parcel's first element, in the parcel's
+    strides.
+    """
     axes, step = list(region.axes), 1
     for place in sorted(range(len(axes)), key=lambda place: axes[place][1]):
         size, source_step, target_step = axes[place]
@@ -95,12 +98,13 @@ def packed(region: Region) -> Region:
 def plan_exchange(
     needs: Mapping[int, Iterable[Need]], islands: Mapping[int, Hashable], groups: int, limit_bytes: int
 ) -> tuple[PullBatch, ...]:
-    """Return batches that bring every need to a rank of its island, and together cover all groups; the same on all ranks.
+    """Return batches that bring every need to a rank of its island, and together cover all groups; the same on all
+    ranks.
 
-    needs: by the trainer rank beside the scheduler. islands: of every trainer rank. Equal needs of an island are sent once,
-    to the rank of it that receives fewest bytes so far; boxes that overlap without being equal are all sent whole.
-    limit_bytes: of one staging buffer; one that exceeds it holds a single group.
-    Raise ValueError for a rank without an island, and for a need whose owner is of the island itself.
+    needs: by the trainer rank beside the scheduler. islands: of every trainer rank. Equal needs of an island are sent
+    once, to the rank of it that receives fewest bytes so far; boxes that overlap without being equal are all sent
+    whole. limit_bytes: of one staging buffer; one that exceeds it holds a single group. Raise ValueError for a rank
+    without an island, and for a need whose owner is of the island itself.
     """
     if missing := sorted(needs.keys() - islands.keys()):
         raise ValueError(f"islands must name every trainer rank with needs, got none for {missing}")
@@ -179,9 +183,10 @@ def staging_bytes(batches: Iterable[PullBatch]) -> int:
 def exchange(batch: PullBatch, tensors: Mapping[str, torch.Tensor], staging: torch.Tensor) -> int:
     """Send what this rank owns of the batch and receive its parcels; return the bytes sent over the network.
 
-    tensors: the tensors to send, by name. staging: uint8, of at least staging_bytes(batches), on their device; no scheduler
-    may still read the previous batch from it. On a GPU the current stream waits for what arrives; the caller does not.
-    Only ranks with parcels in the batch take part, so with NCCL a collective call of all ranks must have come before.
+    tensors: the tensors to send, by name. staging: uint8, of at least staging_bytes(batches), on their device; no
+    scheduler may still read the previous batch from it. On a GPU the current stream waits for what arrives; the caller
+    does not. Only ranks with parcels in the batch take part, so with NCCL a collective call of all ranks must have come
+    before.
     """
     rank = dist.get_rank()
     outgoing: dict[int, list[Parcel]] = defaultdict(list)

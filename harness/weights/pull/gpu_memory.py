@@ -1,8 +1,8 @@
 """CUDA IPC by the driver's own calls: whole allocations, opened under the device that reads them.
 
 torch's own sharing is of no use here. It holds the allocation until the reader gives it back, and an offload of the
-trainer's parameters must not wait for that. It also opens the memory under the owner's device, which costs a CUDA context
-there.
+trainer's parameters must not wait for that. It also opens the memory under the owner's device, which costs a CUDA
+context there.
 """
 
 import ctypes

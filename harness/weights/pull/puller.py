@@ -1,7 +1,7 @@
 """The scheduler's end of a pull: plans once, then copies its shards out of the trainers' memory again and again.
 
-The functions at the end are what a trainer rank asks the scheduler next to it (rollout/schedulers.py). What lasts between
-them is kept on the model, because nothing else of ours lives as long as the scheduler does.
+The functions at the end are what a trainer rank asks the scheduler next to it (rollout/schedulers.py). What lasts
+between them is kept on the model, because nothing else of ours lives as long as the scheduler does.
 """
 
 from collections import Counter
@@ -143,8 +143,8 @@ class Puller:
     def _reads(self, number: int, whole: Mapping[str, torch.Tensor] | None = None) -> Iterator[Read]:
         """Yield what is read for a group.
 
-        For a group that the model's own loader loads, that is all elements of each of its tensors, into `whole`. None: into
-        meta tensors, to know what is needed.
+        For a group that the model's own loader loads, that is all elements of each of its tensors, into `whole`. None:
+        into meta tensors, to know what is needed.
         """
         group = self.trace.groups[number]
         if number in self.own:

@@ -1,7 +1,8 @@
 """The plan of a pull: which elements of which trainer rank's shard go where in a scheduler's parameter.
 
-A loader's copy reads elements of one of the trainer's tensors, in strides, and writes them, in strides, into one tensor of
-the engine. FSDP2 has cut the trainer's tensor into runs of rows. A region is what such a copy reads of one rank's run.
+A loader's copy reads elements of one of the trainer's tensors, in strides, and writes them, in strides, into one tensor
+of the engine. FSDP2 has cut the trainer's tensor into runs of rows. A region is what such a copy reads of one rank's
+run.
 
 Here a copy reads columns 2 to 4 of a tensor of 6 rows and 5 columns, whose rows are on three ranks. It becomes three
 regions, each with the axes (rows: size 2, step 5) and (columns: size 3, step 1):
@@ -62,8 +63,8 @@ def regions(
 ) -> Iterator[Region]:
     """Yield what a copy reads of each cut: together every element of it, each once.
 
-    offset, stride: of the source inside the whole tensor; target_stride: of the tensor that is written. cuts: of the whole
-    tensor, in order. Raise ValueError if an element is in no cut.
+    offset, stride: of the source inside the whole tensor; target_stride: of the tensor that is written. cuts: of the
+    whole tensor, in order. Raise ValueError if an element is in no cut.
     """
     if 0 in shape:
         return

@@ -38,8 +38,8 @@ class TileKind:
     shape: tuple[int, int]
     """Rows and columns of a full tile."""
     aligned: bool
-    """Both addresses are multiples of 16 bytes, columns lie side by side, and their number and the steps from row to row are
-    multiples of `vector`."""
+    """Both addresses are multiples of 16 bytes, columns lie side by side, and their number and the steps from row to
+    row are multiples of `vector`."""
 
     @property
     def vector(self) -> int:
@@ -50,8 +50,8 @@ class TileKind:
 def elements_at_once(source_dtype: torch.dtype, target_dtype: torch.dtype) -> int:
     """Return how many elements of the wider dtype fill one load or store.
 
-    With twice as many, each thread would load 32 bytes in two halves, and every 32 bytes would cross NVLink twice: float32
-    masters of Qwen2-7B on four H100 took 0.0117 s in place of 0.0081.
+    With twice as many, each thread would load 32 bytes in two halves, and every 32 bytes would cross NVLink twice:
+    float32 masters of Qwen2-7B on four H100 took 0.0117 s in place of 0.0081.
     """
     return AT_ONCE // max(source_dtype.itemsize, target_dtype.itemsize)
 
@@ -78,10 +78,11 @@ def tile_tables(moves: Iterable[Move]) -> dict[TileKind, np.ndarray]:
 
 
 def in_pairs(kind: TileKind, tiles: np.ndarray) -> np.ndarray:
-    """Return int64 [tiles, 5]: the two addresses, and the other fields in pairs, the first of each in the lower 32 bits.
+    """Return int64 [tiles, 5]: the two addresses, and the other fields in pairs, the first of each in the lower 32
+    bits.
 
-    Aligned tiles make [tiles, 4], without the strides of columns, which are 1: the table of a large model is tens of MiB.
-    Raise ValueError for a field of more than 31 bits.
+    Aligned tiles make [tiles, 4], without the strides of columns, which are 1: the table of a large model is tens of
+    MiB. Raise ValueError for a field of more than 31 bits.
     """
     pairs = tiles[:, 2:].reshape(-1, 3, 2)
     if pairs.max(initial=0) >= 1 << 31:
@@ -91,7 +92,9 @@ def in_pairs(kind: TileKind, tiles: np.ndarray) -> np.ndarray:
 
 
 def _matrices(move: Move) -> tuple[TileKind, np.ndarray]:
-    """Return the kind and the matrices [n, len(FIELDS)] of one move: its two innermost axes, for each place of the others."""
+    """Return the kind and the matrices [n, len(FIELDS)] of one move: its two innermost axes, for each place of the
+    others.
+    """
     source_size, target_size = move.source_dtype.itemsize, move.target_dtype.itemsize
     axes = list(move.region.axes)
     if not axes or axes[-1][1:] != (1, 1):

@@ -130,8 +130,8 @@ class PullTransport:
 def islands_of(reaches: Sequence[frozenset[int]]) -> dict[int, int]:
     """Return rank -> the lowest rank of its island: ranks whose schedulers can all open each other's trainers' memory.
 
-    reaches: by rank, the trainer ranks whose memory its scheduler can open. Raise ValueError for a rank that cannot open
-    its own trainer's memory.
+    reaches: by rank, the trainer ranks whose memory its scheduler can open. Raise ValueError for a rank that cannot
+    open its own trainer's memory.
     """
     for rank, reach in enumerate(reaches):
         if rank not in reach:

@@ -30,7 +30,9 @@ class CheckedRun:
 
     @property
     def level(self) -> Level:
-        """The level of the checks that are made: weights.verify, or less if the engine cannot be asked what it holds."""
+        """The level of the checks that are made: weights.verify, or less if the engine cannot be asked what it
+        holds.
+        """
         asked = self.config.weights.verify
         return "log_probs" if asked in ("bytes", "full") and not self.sync.engine.can_ask else asked
 

@@ -1,7 +1,7 @@
 """Fingerprints of the weights that a forward pass of the trainer really computes with: FSDP2's gathered copies.
 
-The trainer's parameters are shards, often wider than what it computes in. Before each layer FSDP2 gathers them and casts them to
-the compute dtype. Log-probs in bfloat16 do not show a copy that is one update old.
+The trainer's parameters are shards, often wider than what it computes in. Before each layer FSDP2 gathers them and
+casts them to the compute dtype. Log-probs in bfloat16 do not show a copy that is one update old.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,8 @@ from harness.weights.worker.model_state import WRAP, Powers, weighted_sum
 
 @contextmanager
 def fingerprints_of_forward(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Yield a dict that has, after this block, the fingerprint of each parameter as the first forward pass in it used it.
+    """Yield a dict that has, after this block, the fingerprint of each parameter as the first forward pass in it used
+    it.
 
     model: sharded by FSDP2, unit by unit. Keys are the trainer's names.
     """

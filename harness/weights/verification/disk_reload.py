@@ -1,7 +1,8 @@
-"""What a reload from disk shows: of the weights that the engine holds, it must change nothing that it holds or generates.
+"""What a reload from disk shows: of the weights that the engine holds, it must change nothing that it holds or
+generates.
 
-At level full each rehearsed sync is compared with one (rehearsal.py), and the last sync of a run whose engine is quantized from
-level bytes on: there log-probs do not show whether it arrived.
+At level full each rehearsed sync is compared with one (rehearsal.py), and the last sync of a run whose engine is
+quantized from level bytes on: there log-probs do not show whether it arrived.
 """
 
 import shutil
@@ -38,7 +39,9 @@ class DiskReloads:
     """A reload of what the last sync sent changed nothing."""
 
     def write_last_sync(self) -> Path | None:
-        """After a sync: if it is the last one, and a reload is to be compared with it, write what it sent. Return the folder."""
+        """After a sync: if it is the last one, and a reload is to be compared with it, write what it sent. Return the
+        folder.
+        """
         run = self.run
         is_last = run.events.step == run.config.run.steps
         if is_last and run.reaches("bytes") and run.precision.is_quantized:
@@ -46,7 +49,9 @@ class DiskReloads:
         return None
 
     def check_last_sync(self, folder: Path | None) -> None:
-        """Then, once the engine can generate: raise WeightsDidNotArrive if a reload of that changes what it holds or computes."""
+        """Then, once the engine can generate: raise WeightsDidNotArrive if a reload of that changes what it holds or
+        computes.
+        """
         if folder:
             self.check(folder, "the quantized weights")
             self.last_sync_is_equal = True
@@ -67,7 +72,9 @@ class DiskReloads:
         return Path(all_gather(made)[0])
 
     def check(self, folder: Path, what: str) -> None:
-        """Have the engine reload the folder, which is then deleted. Raise WeightsDidNotArrive if that changes anything."""
+        """Have the engine reload the folder, which is then deleted. Raise WeightsDidNotArrive if that changes
+        anything.
+        """
         with self.run.events.phase("verify_reload", f"the engine to reload {what} from disk, for comparison"):
             self.judge(compare_with_reload(self.run.sync.loader, self.prompts, folder))
 
@@ -92,9 +99,9 @@ class DiskReloads:
     def is_exact(self) -> bool:
         """Whether the engine answers the same, bit for bit, as long as its weights stay the same.
 
-        On a CPU it does, but not with DP attention: there single decode steps vary from one answer to the next by the rounding of
-        the dtype, without a reload between (3e-09 in the mean in float32, up to 2e-04 in bfloat16). Prefill does not vary. Why is
-        not known; it is not which rank serves the prompt.
+        On a CPU it does, but not with DP attention: there single decode steps vary from one answer to the next by the
+        rounding of the dtype, without a reload between (3e-09 in the mean in float32, up to 2e-04 in bfloat16). Prefill
+        does not vary. Why is not known; it is not which rank serves the prompt.
         """
         arguments = self.run.config.engine.args
         is_split = arguments.get("enable_dp_attention") or (arguments.get("attn_dp_size") or 1) > 1

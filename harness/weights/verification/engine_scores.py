@@ -1,4 +1,6 @@
-"""An engine's log-probs of tokens that it is given: it computes them by prefill, from the prefix cache or without it."""
+"""An engine's log-probs of tokens that it is given: it computes them by prefill, from the prefix cache or without
+it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,9 +56,9 @@ def calling(engine: RolloutEngine) -> Call:
 def engine_scores(group: Group, call: Call, batch: Batch, how: How = "together") -> Scored:
     """Return what an engine computes for the rows of all ranks of a group, by prefill. A collective call of the group.
 
-    call: the group's head must use the engine. how: "together" and "one by one" start from an empty prefix cache, and use no
-    prefix even if it could not be emptied; "cached prefix" fills an empty cache with the prompts and takes them from it;
-    "cache as it is" takes them from what the cache holds already.
+    call: the group's head must use the engine. how: "together" and "one by one" start from an empty prefix cache, and
+    use no prefix even if it could not be emptied; "cached prefix" fills an empty cache with the prompts and takes them
+    from it; "cache as it is" takes them from what the cache holds already.
     """
     by_rank = group.all_gather(sequences_of(batch))
     everything = [row for rows in by_rank.values() for row in rows]

@@ -1,7 +1,8 @@
 """Compare 64-bit fingerprints of every element that the engine holds with the trainer's, without moving any.
 
-Each scheduler sums up what it holds, and each trainer rank its shards (worker/model_state.py says how). That costs one read
-of the weights and names the tensors that differ. readback.py, which moves every element, says in how many elements.
+Each scheduler sums up what it holds, and each trainer rank its shards (worker/model_state.py says how). That costs one
+read of the weights and names the tensors that differ. readback.py, which moves every element, says in how many
+elements.
 """
 
 from collections import defaultdict
@@ -36,12 +37,13 @@ class FingerprintComparison:
     tensors: int
     """Checkpoint tensors that were sent."""
     left: tuple[str, ...]
-    """Names of the trainer's tensors that could not be compared: they arrive in ways that cannot be followed, or are rounded."""
+    """Names of the trainer's tensors that could not be compared: they arrive in ways that cannot be followed, or are
+    rounded."""
     compared: int
     """Checkpoint tensors of the others."""
     wrong: tuple[str, ...]
-    """Checkpoint tensors that the engine does not hold as the trainer does, those of its draft model as "draft: NAME". All
-    experts of one tensor are named together. Also tensors of the engine of which the padding is not zero."""
+    """Checkpoint tensors that the engine does not hold as the trainer does, those of its draft model as "draft: NAME".
+    All experts of one tensor are named together. Also engine tensors with nonzero padding."""
 
 
 def compare_fingerprints(
@@ -49,7 +51,8 @@ def compare_fingerprints(
 ) -> FingerprintComparison:
     """Compare what the engine holds with the trainer's weights, after a sync. A collective call of all ranks.
 
-    expected: the sums of what was sent; None computes them. Raise RuntimeError if the schedulers cannot report what they hold.
+    expected: the sums of what was sent; None computes them. Raise RuntimeError if the schedulers cannot report what
+    they hold.
     """
     expected, received = expected or sent_sums(weights), loader.fingerprints()
     names: dict[str, list[str]] = defaultdict(list)
@@ -69,7 +72,8 @@ def compare_fingerprints(
         wrong += names[tensor] if total % WRAP != expected[tensor] else []
     wrong = [in_role(name, of_draft) for name in wrong]
     wrong += _wrong_padding(loader, received)
-    # A parameter may get memory of its own after the first sync, such as a tied head or that of a draft. Nothing fills it then.
+    # A parameter may get memory of its own after the first sync, such as a tied head or that of a draft. Nothing fills
+    # it then.
     wrong += [each for each in unfilled_parameters(loader.coverage) if each not in loader.unfilled_at_first]
     everyone = all_gather((wrong, [name for name in names if name not in compared]))
     left = dict.fromkeys(name for _, each in everyone for name in each)
@@ -87,7 +91,9 @@ def in_role(name: str, of_draft: Collection[str]) -> str:
 
 
 def sent_sums(weights: TrainerWeights) -> dict[str, int]:
-    """Return the fingerprint of each tensor of a sync, in the dtype in which it is sent. A collective call of all ranks."""
+    """Return the fingerprint of each tensor of a sync, in the dtype in which it is sent. A collective call of all
+    ranks.
+    """
     return tensor_sums(_as_sent(weights))
 
 
@@ -124,7 +130,9 @@ def trainer_sums(sync: WeightSync) -> TrainerSums:
 def as_computed(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
-    """Return tensors of a model, each with the dtype in which it is computed with: parameters in `dtype`, buffers as they are."""
+    """Return tensors of a model, each with the dtype in which it is computed with: parameters in `dtype`, buffers as
+    they are.
+    """
     return {
         name: (each, dtype if dtype and isinstance(each, nn.Parameter) and each.is_floating_point() else each.dtype)
         for name, each in tensors.items()
@@ -142,7 +150,9 @@ def _is_same(one: tuple[torch.Tensor, torch.dtype], other: tuple[torch.Tensor, t
 
 @torch.no_grad()
 def tensor_sums(tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]]) -> dict[str, int]:
-    """Return the fingerprint of each of the trainer's tensors in this dtype, added up over all ranks' shards. Collective."""
+    """Return the fingerprint of each of the trainer's tensors in this dtype, added up over all ranks' shards.
+    Collective.
+    """
     powers = Powers()
     sums = [_sum_of_shard(tensor, dtype, powers) for tensor, dtype in tensors.values()]
     everyone = all_gather(torch.stack(sums).tolist() if sums else [])
@@ -178,7 +188,9 @@ def _followed(loader: EngineLoader) -> dict[str, dict[Box, list[tuple[int, str]]
 
 
 def _wrong_padding(loader: EngineLoader, received: dict[int, dict[str, int]]) -> list[str]:
-    """Return the engine's tensors that are not zero where their loader makes them zero: padding is computed with too."""
+    """Return the engine's tensors that are not zero where their loader makes them zero: padding is computed with
+    too.
+    """
     return [
         f"the padding of {', '.join(dict.fromkeys(names))}"
         for each in loader.coverage

@@ -68,13 +68,17 @@ class HeldWeights:
         self.own_load = snapshot_weights(self.run.sync.engine)
 
     def forget_own_load(self) -> None:
-        """Do not compare the first sync with SGLang's own load: it brings other weights than the model's own checkpoint has."""
+        """Do not compare the first sync with SGLang's own load: it brings other weights than the model's own checkpoint
+        has.
+        """
         self.own_load = None
 
     # Around each sync
 
     def poison(self) -> None:
-        """log_probs: before a sync, overwrite in the engine what it is to fill, so that whatever it does not bring shows."""
+        """log_probs: before a sync, overwrite in the engine what it is to fill, so that whatever it does not bring
+        shows.
+        """
         run = self.run
         if run.compares_held:
             with run.events.phase("verify_poison", "the engine to overwrite its weights"):
@@ -133,7 +137,8 @@ class HeldWeights:
         return read_back(self.run.sync.weights, self.run.sync.loader).differences
 
     def _check_own_load(self) -> None:
-        """bytes: raise WeightsDidNotArrive unless the first sync, of unchanged weights, leaves what SGLang itself loaded.
+        """bytes: raise WeightsDidNotArrive unless the first sync, of unchanged weights, leaves what SGLang itself
+        loaded.
 
         The only check that does not trust our names: two experts swapped in them would be read back swapped.
         """
@@ -150,12 +155,15 @@ class HeldWeights:
     # After a rollout
 
     def check_after_rollout(self) -> None:
-        """Raise WeightsDidNotArrive if the engine has generated with copies of old weights, or no longer holds what was sent."""
+        """Raise WeightsDidNotArrive if the engine has generated with copies of old weights, or no longer holds what was
+        sent.
+        """
         self.find_copies()
         self._check_still_held()
 
     def find_copies(self) -> None:
-        """log_probs: before the engine releases its memory, note the copies of its weights that it made to compute with.
+        """log_probs: before the engine releases its memory, note the copies of its weights that it made to compute
+        with.
 
         Raise WeightsDidNotArrive, naming it, if one that was noted before is not what its weight is now.
         """
@@ -184,7 +192,9 @@ class HeldWeights:
 
     @contextmanager
     def check_forward(self, model: nn.Module) -> Iterator[None]:
-        """log_probs: raise WeightsDidNotArrive if the model's forward pass in this block uses other weights than it holds."""
+        """log_probs: raise WeightsDidNotArrive if the model's forward pass in this block uses other weights than it
+        holds.
+        """
         if not (self.run.reaches("log_probs") and self.sums):
             yield
             return
@@ -209,9 +219,11 @@ class HeldWeights:
 
 
 def changed(before: Mapping[int, Mapping[str, int]], now: Mapping[int, Mapping[str, int]]) -> list[str]:
-    """Return one sentence for each tensor of an engine whose fingerprint is another one now. A collective call of all ranks.
+    """Return one sentence for each tensor of an engine whose fingerprint is another one now. A collective call of all
+    ranks.
 
-    before, now: engine rank -> fingerprints by name. One that is not there any more is left out: SGLang has replaced it.
+    before, now: engine rank -> fingerprints by name. One that is not there any more is left out: SGLang has replaced
+    it.
     """
     ranks: dict[str, list[str]] = {}
     for rank, known in before.items():

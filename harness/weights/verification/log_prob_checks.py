@@ -57,14 +57,17 @@ class LogProbChecks:
             )
 
     def check_routing(self, batch: Batch, own: torch.Tensor, used: torch.Tensor, differing: torch.Tensor) -> None:
-        """log_probs: raise WrongRoutingRecord if the engine's log-probs contradict its record of experts (routing_record.py)."""
+        """log_probs: raise WrongRoutingRecord if the engine's log-probs contradict its record of experts
+        (routing_record.py).
+        """
         if self.run.reaches("log_probs"):
             engines, mask = batch.require("rollout_log_probs"), batch.response_mask
             if wrong := wrong_routing_record(self.run.precision.of_engine, engines, own, used, differing, mask):
                 raise WrongRoutingRecord(wrong)
 
     def check(self, difference: LogProbDifference, scored: Scored) -> None:
-        """log_probs: raise WeightsDidNotArrive, with what a second look shows, if the engine's log-probs are not the trainer's.
+        """log_probs: raise WeightsDidNotArrive, with what a second look shows, if the engine's log-probs are not the
+        trainer's.
 
         scored: what the difference was computed from.
         """
@@ -82,7 +85,9 @@ class LogProbChecks:
     # After a failure
 
     def _find_suspects(self, scored: Scored) -> str:
-        """Return what a second look at the same tokens shows, and which tensors of the engine differ from the trainer's."""
+        """Return what a second look at the same tokens shows, and which tensors of the engine differ from the
+        trainer's.
+        """
         sync = self.run.sync
         if not sync.engine.can_ask:
             return "tensors cannot be read back from this engine"

@@ -1,7 +1,8 @@
 """Compare every element that the engine holds with the trainer's, bit for bit.
 
 Whichever transport brought the weights, each trainer rank gathers them bucket by bucket and hands each bucket to the
-scheduler next to it (CUDA IPC, or shared memory). The scheduler compares it with what its loader, as traced, fills from there.
+scheduler next to it (CUDA IPC, or shared memory). The scheduler compares it with what its loader, as traced, fills from
+there.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ class ReadBack:
     """What reading back showed; the same on every rank."""
 
     differences: list[str]
-    """One sentence for each checkpoint tensor that an engine does not hold as the trainer does, and for each tensor of an
-    engine that is not what its loader computes of the trainer's (reload.py)."""
+    """One sentence for each checkpoint tensor that an engine does not hold as the trainer does, and for each tensor of
+    an engine that is not what its loader computes of the trainer's (reload.py)."""
     not_covered: list[str]
     """One sentence for each of what could not be compared."""
 

@@ -15,11 +15,15 @@ class WrongRoutingRecord(RuntimeError):
 
 
 class NoBaseline(RuntimeError):
-    """Engine and trainer are further apart on the same weights than rounding explains: a difference after a sync would prove nothing."""
+    """Engine and trainer are further apart on the same weights than rounding explains: a difference after a sync would
+    prove nothing.
+    """
 
 
 def refuse(wrong: Sequence[str], sentence: str) -> None:
-    """Raise WeightsDidNotArrive if anything is wrong. It names the known failure if only the engine's draft model is."""
+    """Raise WeightsDidNotArrive if anything is wrong. It names the known failure if only the engine's draft model
+    is.
+    """
     if wrong:
         if all(each.startswith((f"{DRAFT}:", f"{DRAFT}.")) for each in wrong):
             sentence += f", in its {DRAFT} model alone ({STALE_DRAFT})"

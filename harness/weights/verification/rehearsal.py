@@ -1,9 +1,9 @@
 """Rehearsal: at level full, each sync is made once before it counts, with changed weights.
 
-So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs. What the engine
-has copied of older weights, in whatever form, and computes with shows in the log-probs, at any learning rate: the changed
-weights are far from them. That holds for what the trainer never moves too, but not for the draft model, which decides no
-log-prob.
+So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs. What the
+engine has copied of older weights, in whatever form, and computes with shows in the log-probs, at any learning rate:
+the changed weights are far from them. That holds for what the trainer never moves too, but not for the draft model,
+which decides no log-prob.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,9 @@ class Rehearsal:
     reloads: DiskReloads
 
     def rehearse(self, generate: Generate, score: Score) -> None:
-        """full: before a sync, change every tensor, check a sync of that as a step's own, and change every tensor back."""
+        """full: before a sync, change every tensor, check a sync of that as a step's own, and change every tensor
+        back.
+        """
         run = self.run
         if not run.reaches("full"):
             return
@@ -68,9 +70,12 @@ class Rehearsal:
             self.check_log_probs(score(batch))
 
     def check_log_probs(self, scored: Scored) -> None:
-        """Raise WeightsDidNotArrive if the engine's log-probs on changed weights, which it holds, are not the trainer's."""
+        """Raise WeightsDidNotArrive if the engine's log-probs on changed weights, which it holds, are not the
+        trainer's.
+        """
         run, difference = self.run, scored.difference()
-        # The changed weights may round otherwise. That is measured, and forgotten: the run's own tolerance stays as it is.
+        # The changed weights may round otherwise. That is measured, and forgotten: the run's own tolerance stays as it
+        # is.
         violations = replace(self.tolerance).violations(difference, scored)
         run.events.fact("changed_log_prob_difference", step=run.events.step, **difference.metrics())
         if violations:

@@ -1,7 +1,8 @@
-"""Compare what a copy does not show: what the engine's loader computes with the tensors that are sent, or derives from them.
+"""Compare what a copy does not show: what the engine's loader computes with the tensors that are sent, or derives from
+them.
 
-A right load, done once more, changes nothing. So each scheduler runs its own loader again on the trainer's tensors, compares
-what that writes with what it held before, and takes it back (worker/undo.py).
+A right load, done once more, changes nothing. So each scheduler runs its own loader again on the trainer's tensors,
+compares what that writes with what it held before, and takes it back (worker/undo.py).
 """
 
 from collections.abc import Collection
@@ -33,8 +34,8 @@ class ReloadFindings:
 def load_again(weights: TrainerWeights, loader: EngineLoader, names: Collection[str]) -> ReloadFindings:
     """Load the trainer's tensors of these names again, and what the loader computes with or derives, and compare.
 
-    A collective call of all ranks; the names must be the same on each. It needs an engine that can be asked. For a model
-    whose loader only copies, and no names, it does nothing.
+    A collective call of all ranks; the names must be the same on each. It needs an engine that can be asked. For a
+    model whose loader only copies, and no names, it does nothing.
     """
     loader.trace_once()
     together = {name for each in all_gather(sorted(loader.derived_over)) for name in each}

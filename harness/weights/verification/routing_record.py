@@ -1,4 +1,6 @@
-"""Judge the engine's record of the experts that tokens took (rollout.routing) by the log-probs that it computed with them."""
+"""Judge the engine's record of the experts that tokens took (rollout.routing) by the log-probs that it computed with
+them.
+"""
 
 import torch
 from torch import Tensor
@@ -17,12 +19,13 @@ def wrong_routing_record(
 ) -> str:
     """Return what shows that the record cannot be true, or "". A collective call; the same on every rank.
 
-    All are [B, T]. engines, own, used: log-probs of the engine, of the trainer with its own experts, and with those that it takes:
-    the recorded ones in a replay. differing: in how many layers the record names others than the trainer's own. mask: 1 at
-    response tokens.
+    All are [B, T]. engines, own, used: log-probs of the engine, of the trainer with its own experts, and with those
+    that it takes: the recorded ones in a replay. differing: in how many layers the record names others than the
+    trainer's own. mask: 1 at response tokens.
 
-    Another expert moves a log-prob by far more than float32 rounds. So where the record names others, the log-probs of engine and
-    trainer cannot agree, unless the record is wrong. And to take the same experts cannot take the trainer further away.
+    Another expert moves a log-prob by far more than float32 rounds. So where the record names others, the log-probs of
+    engine and trainer cannot agree, unless the record is wrong. And to take the same experts cannot take the trainer
+    further away.
     """
     mask = mask.bool().cpu()
     apart, replayed = ((engines.cpu() - each.cpu()).abs().double() for each in (own, used))

@@ -1,4 +1,5 @@
-"""A second look at tokens whose log-probs differ: the trainer in another dtype, and the engine once more from an empty cache.
+"""A second look at tokens whose log-probs differ: the trainer in another dtype, and the engine once more from an empty
+cache.
 
 A difference alone has no name. Where it is gone on a second look says what it can have been, and what it cannot.
 """
@@ -42,7 +43,9 @@ class Scored:
         return self._apart(other, self.trained)
 
     def look_again(self, engine: RolloutEngine) -> "SecondLook":
-        """Return what engine and trainer compute for the same tokens now. The engine must serve with the same weights."""
+        """Return what engine and trainer compute for the same tokens now. The engine must serve with the same
+        weights.
+        """
         reported = [batch.require("rollout_log_probs") for batch in self.batches]
         with self.actor.on_device():
             plain = [policy_log_probs(self.actor, batch, temperature=1.0)[0] for batch in self.batches]
@@ -78,8 +81,8 @@ class SecondLook:
     def sentence(self, allowed: Allowed, temperature: float, replays: bool, earlier: str) -> str:
         """Return what these differences say about the failure, and no more than that.
 
-        temperature: that of sampling. replays: the trainer took the engine's record of experts. earlier: on what the two agreed
-        before, in words; "" if on nothing yet.
+        temperature: that of sampling. replays: the trainer took the engine's record of experts. earlier: on what the
+        two agreed before, in words; "" if on nothing yet.
         """
         again = "given the same tokens once more, all at once and without its prefix cache, the engine"
         if allowed.violations(self.fresh):

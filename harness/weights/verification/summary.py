@@ -45,8 +45,8 @@ def verdict_phrase(
 ) -> str:
     """Return one phrase on the syncs before these rollouts; it claims nothing that was not checked.
 
-    level: of the checks that were made. asked: weights.verify. not_covered: a sentence for each of what no check covers.
-    mismatch: from mismatch_of_precisions.
+    level: of the checks that were made. asked: weights.verify. not_covered: a sentence for each of what no check
+    covers. mismatch: from mismatch_of_precisions.
     """
     largest = max(each["log_prob_difference_mean"] for each in rollouts)
     syncs = f"{len(rollouts)} weight sync" + "s" * (len(rollouts) > 1)
@@ -67,7 +67,8 @@ def mismatch_of_precisions(
 ) -> str:
     """Return a phrase on how far a quantized engine is from the trainer; "" if both compute with the same numbers.
 
-    reload_was_exact: whether a reload of the last sync's weights gave the same log-probs bit for bit; None: there was none.
+    reload_was_exact: whether a reload of the last sync's weights gave the same log-probs bit for bit; None: there was
+    none.
     """
     if not precision.is_quantized:
         return ""

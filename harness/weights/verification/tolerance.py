@@ -1,4 +1,6 @@
-"""Tolerance: how far the log-probs of engine and trainer may be apart in this run, and why (log_probs.py has the factors)."""
+"""Tolerance: how far the log-probs of engine and trainer may be apart in this run, and why (log_probs.py has the
+factors).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,15 +19,19 @@ from harness.weights.worker.coverage import LoadCoverage
 
 @dataclass(kw_only=True, slots=True)
 class Tolerance:
-    """What passes. It is known once the first responses were compared; until then, only float32 sums are allowed to differ."""
+    """What passes. It is known once the first responses were compared; until then, only float32 sums are allowed to
+    differ.
+    """
 
     run: CheckedRun
     baseline: LogProbDifference | None = None
     """On the model's own checkpoint, if it was measured."""
     rounding: LogProbDifference | None = None
-    """How far the trainer is from itself in float32, or, for an engine that holds tensors in a narrower dtype, in that one."""
+    """How far the trainer is from itself in float32, or, for an engine that holds tensors in a narrower dtype, in that
+    one."""
     narrower: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """float32: the tensors that the engine holds in a narrower dtype by its class, if they were needed to explain a difference."""
+    """float32: the tensors that the engine holds in a narrower dtype by its class, if they were needed to explain a
+    difference."""
 
     @property
     def allowed(self) -> Allowed:
@@ -37,18 +43,19 @@ class Tolerance:
     def violations(self, difference: LogProbDifference, scored: Scored) -> list[str]:
         """Return one phrase for each statistic of the difference that is too large. scored: what it was computed from.
 
-        Without a baseline, and where weights have moved so far that rounding has grown, these tokens have the last word: the
-        trainer's rounding is measured on them. A collective call of all ranks.
+        Without a baseline, and where weights have moved so far that rounding has grown, these tokens have the last
+        word: the trainer's rounding is measured on them. A collective call of all ranks.
         """
         if (self.rounding is None and not self.baseline) or self.allowed.violations(difference):
             self.measure_rounding(scored, difference)
         return self.allowed.violations(difference)
 
     def measure_rounding(self, scored: Scored, difference: LogProbDifference) -> None:
-        """Measure how far the trainer's own rounding takes its log-probs, in half precision. A collective call of all ranks.
+        """Measure how far the trainer's own rounding takes its log-probs, in half precision. A collective call of all
+        ranks.
 
-        In float32 it rounds nothing. But if its difference from the engine is more than that, and the engine's class holds some
-        tensors in a narrower dtype, the engine is allowed what the trainer would lose in that dtype.
+        In float32 it rounds nothing. But if its difference from the engine is more than that, and the engine's class
+        holds some tensors in a narrower dtype, the engine is allowed what the trainer would lose in that dtype.
         """
         run = self.run
         if run.precision.is_quantized or not run.reaches("log_probs"):
@@ -101,7 +108,9 @@ class Tolerance:
 
 
 def narrower_tensors(coverage: Sequence[LoadCoverage]) -> dict[str, torch.dtype]:
-    """Return the checkpoint tensors that a scheduler holds in a narrower dtype than its other parameters, and that dtype."""
+    """Return the checkpoint tensors that a scheduler holds in a narrower dtype than its other parameters, and that
+    dtype.
+    """
     return {
         copy.source.name: copy.held
         for each in coverage

@@ -75,7 +75,9 @@ class Verification:
         return True
 
     def verdict(self, rollouts: Sequence[Mapping[str, float]]) -> str:
-        """Return the verdict's phrase on the syncs before these rollouts, given their metrics; log the report's section."""
+        """Return the verdict's phrase on the syncs before these rollouts, given their metrics; log the report's
+        section.
+        """
         run, reloads, allowed = self.run, self.reloads, self.tolerance.allowed
         baseline, not_covered = self.tolerance.baseline, list(self.held.not_covered)
         asked, can_ask = run.config.weights.verify, run.sync.engine.can_ask
@@ -99,7 +101,9 @@ class Verification:
 
 
 def why_no_own_load(run: CheckedRun) -> str:
-    """Return why the engine is not to load the model's own checkpoint for a baseline, or cannot; "" if it is. Collective."""
+    """Return why the engine is not to load the model's own checkpoint for a baseline, or cannot; "" if it is.
+    Collective.
+    """
     if not run.reaches("log_probs"):
         return "it is not wanted at level off"
     if run.config.model.weights == "random":

@@ -1,4 +1,6 @@
-"""Trace groups that a loader treats alike, such as those of equal layers, in one call: each call of SGLang's loader is slow."""
+"""Trace groups that a loader treats alike, such as those of equal layers, in one call: each call of SGLang's loader is
+slow.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
@@ -16,9 +18,9 @@ CALL_BYTES = 1 << 36
 class AlikeGroups:
     """What the loader did with one group of each kind alone, by which groups that were loaded together are judged.
 
-    Two groups are of one kind if the same tensors are sent for them under names that differ in numbers alone. A group that was
-    loaded together with others is believed if the loader did with it what it does with one of its kind alone. So a loader that
-    waits for a tensor of another group is still seen.
+    Two groups are of one kind if the same tensors are sent for them under names that differ in numbers alone. A group
+    that was loaded together with others is believed if the loader did with it what it does with one of its kind alone.
+    So a loader that waits for a tensor of another group is still seen.
     """
 
     groups: Sequence[FusingGroup]
@@ -31,14 +33,16 @@ class AlikeGroups:
         self._alone = defaultdict(set)
 
     def first_of_each_kind(self) -> list[int]:
-        """Return the number of the first group of each kind, and of groups that have a name or tensor in common with others."""
+        """Return the number of the first group of each kind, and of groups that have a name or tensor in common with
+        others.
+        """
         names = Counter(name for group in self.groups for name in _names(group))
         shared = [number for number, group in enumerate(self.groups) if any(names[name] > 1 for name in _names(group))]
         firsts = {kind: number for number, kind in reversed(list(enumerate(self._kinds)))}
         return sorted({*firsts.values(), *shared})
 
     def saw_alone(self, number: int, traced: GroupTrace) -> None:
-        """Note what the loader did with a group alone. Only groups of which all is followed stand for others."""
+        """Note what the loader did with a group alone. Only a group that was traced whole may stand for others."""
         if _is_plain(traced):
             self._alone[self._kinds[number]].add(_pattern(traced.copies))
 

@@ -1,7 +1,7 @@
 """A scheduler's trace of its own loader: where every tensor that is sent would go, and what that leaves out.
 
-A trainer rank asks the scheduler next to it for these functions (rollout/schedulers.py). The trace is kept on the model,
-because nothing else of ours lives as long as the scheduler does.
+A trainer rank asks the scheduler next to it for these functions (rollout/schedulers.py). The trace is kept on the
+model, because nothing else of ours lives as long as the scheduler does.
 """
 
 import itertools
@@ -77,7 +77,8 @@ class LoadCoverage:
     derived_over: list[str] = field(default_factory=list)
     """Those of `computing` that post_load_weights changes in place: only both together can be done again."""
     missing: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The engine's parameter -> (elements that nothing fills, all elements), less those that a refused tensor would fill."""
+    """The engine's parameter -> (elements that nothing fills, all elements), less those that a refused tensor would
+    fill."""
 
     only_once: str = ""
     """Why the loader cannot load a second time after it has loaded once; "" if it can."""
@@ -116,7 +117,8 @@ class LoaderTrace:
     """The engine's names of tensors that the loader, or post_load_weights, makes of what was copied."""
     _filled: list[tuple[str, torch.Tensor]] | None = None
     _places: tuple[Sequence[Any], ...] = ((), (), ())
-    """What the copies fill: dicts of a module's parameters, buffers or attributes; the names in there; the tensors' addresses."""
+    """What the copies fill: dicts of a module's parameters, buffers or attributes; the names in there; the tensors'
+    addresses."""
     _parameters: frozenset[int] = frozenset()
     """Where every parameter lies, also those that no copy fills."""
 
@@ -171,7 +173,8 @@ class LoaderTrace:
     def is_current(self) -> bool:
         """Whether the tensors that the copies fill are still the model's; SGLang may put others in their places.
 
-        Asked before each pull, so it only looks at those tensors, and without a loop in Python: that took 0.1 ms longer.
+        Asked before each pull, so it only looks at those tensors, and without a loop in Python: that took 0.1 ms
+        longer.
         """
         owners, names, addresses = self._places
         found: list[Any] = list(map(dict.get, owners, names))
@@ -189,7 +192,9 @@ class LoaderTrace:
             self.run()
 
     def filled_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return all that a load fills, makes zero, computes or derives: the engine's name, and the tensor or a part of it."""
+        """Return all that a load fills, makes zero, computes or derives: the engine's name, and the tensor or a part of
+        it.
+        """
         if self._filled is None:
             parts, found = _parts(self.traces), dict[int, tuple[str, torch.Tensor]]()
             for name, tensor in model_tensors(self.model).items():
@@ -230,10 +235,11 @@ class LoaderTrace:
             traced.give_up(lost)
 
     def trace_group(self, group: FusingGroup, undone: UndoneWrites) -> GroupTrace:
-        """Trace one group, and take back by `undone` what it changes. Also catch what no dispatch mode sees: a loader that puts a tensor in a parameter's place.
+        """Trace one group, and take back by `undone` what it changes. Also catch what no dispatch mode sees: a loader
+        that puts a tensor in a parameter's place.
 
-        The memory is on the CPU, as when SGLang loads from disk. It is never touched, so it costs nothing. For a model on the
-        meta device it is there too. If the loader ends with SGLang's own post-load step, that is noted, not run.
+        The memory is on the CPU, as when SGLang loads from disk. It is never touched, so it costs nothing. For a model
+        on the meta device it is there too. If the loader ends with SGLang's own post-load step, that is noted, not run.
         """
         memory = group.empty_tensors("meta" if self.device.type == "meta" else "cpu")
         sent = {storage(tensor) for tensor in memory.values()}
@@ -338,7 +344,8 @@ class LoaderTrace:
     ) -> dict[str, str]:
         """Return those of some tensors of a group that the loader refuses, alone or together, and what it raises.
 
-        They are halved again and again, as a group of experts has thousands. error: what it raises for all of them, if that is known.
+        They are halved again and again, as a group of experts has thousands. error: what it raises for all of them, if
+        that is known.
         """
         error = error or self._raised(group, views, undone)
         if not error or len(views) == 1:
@@ -372,8 +379,8 @@ def excuse(
 ) -> None:
     """Subtract from what is missing what the refused tensors would fill if they fitted.
 
-    That is what tensors fill whose names differ from theirs in numbers alone, such as those of another layer. Where there are
-    none, nothing is said of the parameter of the same name, or of those of the module that are not filled.
+    That is what tensors fill whose names differ from theirs in numbers alone, such as those of another layer. Where
+    there are none, nothing is said of the parameter of the same name, or of those of the module that are not filled.
     """
     fills: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for copy in itertools.chain(*copies):
@@ -454,8 +461,8 @@ def fingerprints(model: Any, _: None = None) -> dict[str, int]:
 def other_tensors(model: Any, derived: bool) -> dict[str, int]:
     """Return a fingerprint of each buffer, and each scale of the KV cache, that no sync fills: name and form -> number.
 
-    A rotary table, for example. The form is in the name, because SGLang makes some of them longer when it needs to. derived: also
-    return those of the tensors that a loader derives, such as w_kc.
+    A rotary table, for example. The form is in the name, because SGLang makes some of them longer when it needs to.
+    derived: also return those of the tensors that a loader derives, such as w_kc.
     """
     kept = kept_trace(model)
     filled = {storage(each) for _, each in kept.filled_tensors()}
@@ -472,7 +479,9 @@ def other_tensors(model: Any, derived: bool) -> dict[str, int]:
 
 
 def parameter_addresses(model: Any) -> frozenset[int]:
-    """Return where the model's parameters lie. SGLang gives some of them another name as it needs them, and no other place."""
+    """Return where the model's parameters lie. SGLang gives some of them another name as it needs them, and no other
+    place.
+    """
     return frozenset(address(each) for each in model.parameters())
 
 

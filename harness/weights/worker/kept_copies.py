@@ -1,12 +1,13 @@
 """Copies of weights that the engine makes while it computes, and uses from then on: a router's in float32, say.
 
-An update changes the weight and not the copy, so the engine goes on with the old values (sglang#35883). That a tensor is a copy
-shows only while it still equals the weight. So copies are looked for when the engine has started, as it may have captured CUDA
-graphs, and after each rollout; they are compared after the next one. Only then, as an engine may renew a copy when it computes.
+An update changes the weight and not the copy, so the engine goes on with the old values (sglang#35883). That a tensor
+is a copy shows only while it still equals the weight. So copies are looked for when the engine has started, as it may
+have captured CUDA graphs, and after each rollout; they are compared after the next one. Only then, as an engine may
+renew a copy when it computes.
 
-Looked at is what can be reached from the modules of the model: their buffers and attributes, what hangs on their parameters, the
-dicts, lists and objects among these, and the global variables of the files that define the modules' classes. A copy in another
-place, or one that was scaled, shows at level full, in the log-probs.
+Looked at is what can be reached from the modules of the model: their buffers and attributes, what hangs on their
+parameters, the dicts, lists and objects among these, and the global variables of the files that define the modules'
+classes. A copy in another place, or one that was scaled, shows at level full, in the log-probs.
 """
 
 import re
@@ -35,7 +36,9 @@ CLOSED = (nn.Module, ModuleType, type, str, bytes)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter lies in a tensor that is held: in these rows, of the tensor itself or transposed, or in another shape."""
+    """Where a parameter lies in a tensor that is held: in these rows, of the tensor itself or transposed, or in another
+    shape.
+    """
 
     first_row: int = 0
     transposed: bool = False
@@ -71,7 +74,9 @@ def find_copies(model: Any, _: None = None) -> int:
 
 @torch.no_grad()
 def stale_copies(model: Any, _: None = None) -> dict[str, str]:
-    """Return the copies that were found and that equal none of their parameters any more: their names -> the parameters'."""
+    """Return the copies that were found and that equal none of their parameters any more: their names -> the
+    parameters'.
+    """
     known: dict[Copy, dict[str, None]] = model.__dict__.get(_KEPT, {})
     places: dict[str, list[Copy]] = {}
     for copy in known:
@@ -114,10 +119,11 @@ def _possible_places(held: torch.Tensor, values: torch.Tensor) -> Iterator[Place
 
 
 def _kept_beside_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
-    """Yield each tensor that is held beside the parameters, with each parameter or synced buffer that it may be a copy of.
+    """Yield each tensor that is held beside the parameters, with each parameter or synced buffer that it may be a copy
+    of.
 
-    What modules of one layer hold is compared with the layer's own tensors; what is held elsewhere, with those of all layers. What
-    a sync brings is no copy, and neither is what shares memory with it.
+    What modules of one layer hold is compared with the layer's own tensors; what is held elsewhere, with those of all
+    layers. What a sync brings is no copy, and neither is what shares memory with it.
     """
     everything = list(synced_tensors(model))
     brought = {_memory(tensor) for _, tensor in everything}
@@ -135,7 +141,9 @@ def _kept_beside_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor, str
 
 
 def _kept_by_layer(model: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Return what modules hold beside their parameters, by layer and name; under "" what belongs to no layer or to all."""
+    """Return what modules hold beside their parameters, by layer and name; under "" what belongs to no layer or to
+    all.
+    """
     searches: dict[str, _Search] = {}
     files: set[str] = set()
     for path, module in model.named_modules():

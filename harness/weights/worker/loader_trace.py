@@ -1,8 +1,8 @@
 """Dry-run a model's load_weights under a TorchDispatchMode and record what it copies where.
 
-The loader gets views of memory that is never touched. Each copy from there into the model, and each zero of a padding, is
-recorded instead of made. So the engine itself says which of its elements a tensor fills, which names it ignores, and with
-which tensors it does more than copy. Everything else that the loader does is done, and taken back (undo.py).
+The loader gets views of memory that is never touched. Each copy from there into the model, and each zero of a padding,
+is recorded instead of made. So the engine itself says which of its elements a tensor fills, which names it ignores, and
+with which tensors it does more than copy. Everything else that the loader does is done, and taken back (undo.py).
 """
 
 import concurrent.futures
@@ -91,7 +91,8 @@ def trace_loader(
 ) -> GroupTrace:
     """Run `load`, the load_weights of a model, on the tensors of one group.
 
-    memory: a contiguous tensor for each `of` of the views. undone: keeps what is written, so call this in its block `told()`.
+    memory: a contiguous tensor for each `of` of the views. undone: keeps what is written, so call this in its block
+    `told()`.
     """
     traced = GroupTrace(tuple(views))
     recorder = _Recorder(memory, traced, undone)
@@ -130,12 +131,14 @@ class _Recorder(TorchDispatchMode):
         self.blank: set[int] = set()
         """Those of them that are nothing but zeros, with which SGLang pads what is too short on a GPU.
 
-        Not zeros_like of what is sent: that a rank has zeros in its place, as gpt-oss has of biases that are added up, is meant.
+        Not zeros_like of what is sent: that a rank has zeros in its place, as gpt-oss has of biases that are added up,
+        is meant.
         """
         self.tainted: dict[int, set[str]] = {}
         """Address of a storage -> names whose elements went into it in a way that is not followed."""
         self.recorded: dict[int, list[Copy]] = defaultdict(list)
-        """Address of a storage of the model -> the copies into it, which were not made: who reads it computes with them."""
+        """Address of a storage of the model -> the copies into it, which were not made: who reads it computes with
+        them."""
         self.numbers: dict[float, torch.Tensor] = {}
         """Numbers given out for elements that the loader asked for as Python numbers -> the element."""
         self.escaped: set[str] = set()
@@ -179,7 +182,9 @@ class _Recorder(TorchDispatchMode):
         return [copy for copy in self.recorded.get(storage(tensor), ()) if overlap(copy.target, tensor)]
 
     def _followed(self, tensor: torch.Tensor) -> set[str]:
-        """Return the names of a tensor whose elements are those of the memory, as they were sent; none for any other."""
+        """Return the names of a tensor whose elements are those of the memory, as they were sent; none for any
+        other.
+        """
         place = storage(tensor)
         if place not in self.sent and place not in self.moved:
             return set()
@@ -233,7 +238,9 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _sent_in(self, tensor: torch.Tensor) -> set[str]:
-        """Return the names whose elements a tensor holds, as they were sent or after something was computed with them."""
+        """Return the names whose elements a tensor holds, as they were sent or after something was computed with
+        them.
+        """
         known = storage(tensor) in self.sent or storage(tensor) in self.moved
         return (self._names(tensor) if known else set()) | self.tainted.get(storage(tensor), set())
 
@@ -252,7 +259,9 @@ class _Recorder(TorchDispatchMode):
             self.tainted.setdefault(storage(tensor), set()).update(names)
 
     def _record(self, target: torch.Tensor, source: torch.Tensor, names: set[str]) -> None:
-        """Note one copy of the tensors of these names. If its source was made by cat or clone, only the whole of it is followed, not a view of it."""
+        """Note one copy of the tensors of these names. If its source was made by cat or clone, only the whole of it is
+        followed, not a view of it.
+        """
         self.traced.used |= names
         self.blank.discard(storage(target))
         self._taint(target, names)  # it was not filled, so a tensor that it goes into next must not be kept
@@ -283,7 +292,7 @@ class _Recorder(TorchDispatchMode):
                 self.recorded[place].append(self.traced.copies[-1])
 
     def finish(self) -> None:
-        """Give up on names that became numbers of which nothing in the model is known to come."""
+        """Give up on names that a loader read into Python numbers, which cannot be followed into the model."""
         self.traced.opaque |= self.escaped - {copy.source.name for copy in self.traced.copies}
 
     def _names(self, tensor: torch.Tensor) -> set[str]:

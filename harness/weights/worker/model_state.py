@@ -1,9 +1,9 @@
 """The tensors of a scheduler's model: which there are, and 64-bit fingerprints of what they hold.
 
 A fingerprint is computed where the weights are. The element at place p of a tensor counts bits * BASE**p, modulo 2**64.
-Such sums add up: the sums of an engine's ranks, each over its part of a tensor, make the sum of the whole tensor, and the
-trainer's ranks get the same number from their shards without gathering anything. A single element that differs always
-shows, because BASE is odd. If many differ, the chance that they cancel is 2**-60.
+Such sums add up: the sums of an engine's ranks, each over its part of a tensor, make the sum of the whole tensor, and
+the trainer's ranks get the same number from their shards without gathering anything. A single element that differs
+always shows, because BASE is odd. If many differ, the chance that they cancel is 2**-60.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,8 @@ import torch
 
 from harness.weights.tensor_view import TensorView
 
-# Plain attributes that SGLang derives while it loads a weight -> the module of that weight. MLA computes with these alone.
+# Plain attributes that SGLang derives while it loads a weight -> the module of that weight. MLA computes with these
+# alone.
 DERIVED = {"w_kc": "kv_b_proj", "w_vc": "kv_b_proj"}
 SCALES_OF_KV_CACHE = (".k_scale", ".v_scale")
 WEIGHTS_IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -29,8 +30,8 @@ CHUNK = 1 << 22
 def reset_scales_of_kv_cache(model: Any, _: None = None) -> None:
     """Set the scales of the KV cache to 1, as a load of a checkpoint without any leaves them.
 
-    Dummy weights make them random, released memory forgets them, and no trainer has them. Attention multiplies by them even
-    where the KV cache is not in FP8.
+    Dummy weights make them random, released memory forgets them, and no trainer has them. Attention multiplies by them
+    even where the KV cache is not in FP8.
     """
     for module in model.modules():
         for name in SCALES_OF_KV_CACHE:
@@ -41,7 +42,9 @@ def reset_scales_of_kv_cache(model: Any, _: None = None) -> None:
 
 
 def synced_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, persistent buffers and tensors derived from them; other buffers, such as rotary caches, are not sent."""
+    """Yield parameters, persistent buffers and tensors derived from them; other buffers, such as rotary caches, are not
+    sent.
+    """
     yield from sent_parameters(model)
     for path, module in model.named_modules():
         found = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
@@ -79,7 +82,8 @@ def model_tensors(model: Any) -> dict[str, torch.Tensor]:
 class Powers:
     """The powers of BASE for one pass over many tensors, each made once.
 
-    In a scheduler every operator of torch waits for SGLang's polling loop, and making the powers anew took four fifths of them.
+    In a scheduler every operator of torch waits for SGLang's polling loop, and making the powers anew took four fifths
+    of them.
     """
 
     def __init__(self) -> None:
@@ -98,8 +102,8 @@ def weighted_sum(
 ) -> torch.Tensor:
     """Return int64 []: the sum of bits * BASE**place modulo 2**64, place = offset + the sum of index * stride.
 
-    values: of any dtype and strides. Along a stride of 0 all values must be the same element: it is counted once, and the
-    sum changes if they are not equal. powers: of a pass over many tensors.
+    values: of any dtype and strides. Along a stride of 0 all values must be the same element: it is counted once, and
+    the sum changes if they are not equal. powers: of a pass over many tensors.
     """
     powers = powers or Powers()
     bits = values.view(INTEGER[values.element_size()])

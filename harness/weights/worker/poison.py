@@ -1,7 +1,8 @@
-"""Overwrite what a sync is to fill, before it comes: whatever it does not bring then shows, whether the trainer moved or not.
+"""Overwrite what a sync is to fill, before it comes: whatever it does not bring then shows, whether the trainer moved
+or not.
 
-The trace of the loader says what that is: what it copies, makes zero, computes, and what it derives from all that. Nothing else
-is touched, because no sync would mend it.
+The trace of the loader says what that is: what it copies, makes zero, computes, and what it derives from all that.
+Nothing else is touched, because no sync would mend it.
 """
 
 from typing import Any
@@ -17,10 +18,12 @@ VALUES = 16
 
 @torch.no_grad()
 def poison(model: Any, number: int) -> list[str]:
-    """Fill everything that the traced loader fills with one value; return the engine's tensors that have to stay as they are.
+    """Fill everything that the traced loader fills with one value; return the engine's tensors that have to stay as
+    they are.
 
-    number: of the sync. Two that follow each other poison with different values. They are finite, because a NaN in the logits
-    would kill the sampler before anything is compared. Integers wider than a byte stay: one of them may be an index.
+    number: of the sync. Two that follow each other poison with different values. They are finite, because a NaN in the
+    logits would kill the sampler before anything is compared. Integers wider than a byte stay: one of them may be an
+    index.
     """
     kept, left = kept_trace(model), list[str]()
     kept.refresh()

@@ -112,7 +112,9 @@ def _load_again(kept: LoaderTrace, reload: Reload, device: torch.device) -> Relo
 
 @torch.no_grad()
 def held_tensors(model: Any, _: None = None) -> dict[str, int]:
-    """Return fingerprints of parameters, buffers and tensors derived from them, by the engine's own (fused, sharded) names."""
+    """Return fingerprints of parameters, buffers and tensors derived from them, by the engine's own (fused, sharded)
+    names.
+    """
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     tensors = (named | dict(synced_tensors(model))).items()
     return {name: int(weighted_sum(tensor.contiguous().reshape(-1), (1,), 0)) for name, tensor in tensors}

@@ -1,7 +1,7 @@
 """Run code that writes into a model, look at what it left, and take every write back.
 
-A check runs the engine's own loader to learn what it would do. The engine must hold afterwards, to the last bit, what it held
-before.
+A check runs the engine's own loader to learn what it would do. The engine must hold afterwards, to the last bit, what
+it held before.
 """
 
 import operator
@@ -50,7 +50,7 @@ class UndoneWrites:
     def told(self) -> Iterator[None]:
         """Take back, after this block, what was run through `run` in it.
 
-        For a caller that has a dispatch mode of its own: a second mode would see every operator again, which takes as long.
+        For a caller that has a dispatch mode of its own: a nested mode would double the cost.
         """
         self.begin()
         try:
@@ -112,7 +112,8 @@ class UndoneWrites:
         return all(_are_same(members, held) for members, held in self._held)
 
     def changed(self) -> dict[str, tuple[int, int]]:
-        """Return name -> (elements that now differ in any bit from before, all elements), for what was written or replaced.
+        """Return name -> (elements that now differ in any bit from before, all elements), for what was written or
+        replaced.
 
         Names that the model did not have before are left out: SGLang makes some when it first needs them.
         """
@@ -174,7 +175,9 @@ def _are_same(members: dict[str, Any], held: dict[str, Any]) -> bool:
 
 
 def _put_back(members: dict[str, Any], held: dict[str, Any]) -> None:
-    """Make the members what they were. The scheduler's own thread may be reading the others, so only what differs is set."""
+    """Make the members what they were. The scheduler's own thread may be reading the others, so only what differs is
+    set.
+    """
     for name in [name for name in members if name not in held]:
         del members[name]
     members.update({name: value for name, value in held.items() if members.get(name, members) is not value})
@@ -185,7 +188,9 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Return the address of the memory that a tensor is a view of; of its storage object for a meta tensor, which has none."""
+    """Return the address of the memory that a tensor is a view of; of its storage object for a meta tensor, which has
+    none.
+    """
     memory = tensor.untyped_storage()
     return int(memory._cdata) if tensor.is_meta else memory.data_ptr()
 

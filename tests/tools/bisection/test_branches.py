@@ -1,4 +1,5 @@
-"""Ends on side branches, and packages in folders of a repository: real histories, and git's own bisect to compare with."""
+"""Ends on side branches, and packages in folders of a repository: real histories, and git's own bisect to compare
+with."""
 
 import shutil
 import subprocess

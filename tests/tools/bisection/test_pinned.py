@@ -12,7 +12,8 @@ HELPER = "def work():\n    {}\n"
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    """Releases 1.0 to 1.11 of `moving`: 1.3 and 1.4 want what is not there, and 1.7 on another `helper`, which breaks it."""
+    """Releases 1.0 to 1.11 of `moving`: 1.3 and 1.4 want what is not there, and 1.7 on another `helper`, which breaks
+    it."""
     wheels = tmp_path / "wheels"
     for minor in range(12):
         helper = "helper==3.0" if minor in (3, 4) else "helper==2.0" if minor >= 7 else "helper==1.0"

@@ -1,4 +1,5 @@
-"""What counts as bad, from outside: the command line over folders that were made before, so that nothing is installed."""
+"""What counts as bad, from outside: the command line over folders that were made before, so that nothing is
+installed."""
 
 import re
 import sys

@@ -1,4 +1,5 @@
-"""rank.py FOLDER [WHAT [WHAT OF RANK 1]]: say what this rank is in FOLDER/rank0.json, then end in the way that is asked for."""
+"""rank.py FOLDER [WHAT [WHAT OF RANK 1]]: say what this rank is in FOLDER/rank0.json, then end in the way that is asked
+for."""
 
 import json
 import os

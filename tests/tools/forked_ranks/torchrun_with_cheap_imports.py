@@ -1,4 +1,5 @@
-"""launch/torchrun.py on a host without a GPU, whose server imports next to nothing, so that tests need not wait for it."""
+"""launch/torchrun.py on a host without a GPU, whose server imports next to nothing, so that tests need not wait for
+it."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """Run by test_full_size.py in a process of its own: faults in what is sent, each given to the ranks of one engine.
 
-Usage: python planted_faults.py FAULTS MODEL_FOLDER [FLOAT8_FOLDER]. FAULTS is the name of a function below. The model has its
-real widths and a few layers. Prints JSON: fault -> what was found.
+Usage: python planted_faults.py FAULTS MODEL_FOLDER [FLOAT8_FOLDER]. FAULTS is the name of a function below. The model
+has its real widths and a few layers. Prints JSON: fault -> what was found.
 """
 
 import json
@@ -124,7 +124,8 @@ FAULTS: dict[str, Plant] = {
     "no head": without("lm_head"),
     "a layer sent by two stages": sent_again("layers.4."),
     "a layer numbered like the one before": renamed("layers.5.", "layers.4."),
-    # The trainer has ep 4, so 64 experts on each rank, but numbers them by the engine's ep 2, of 128: 64 * rank + place.
+    # The trainer has ep 4, so 64 experts on each rank, but numbers them by the engine's ep 2, of 128: 64 * rank +
+    # place.
     "experts numbered by the engine's ep_size": with_expert_numbers(lambda expert: expert // 64 * 128 + expert % 64),
     # The trainer has ep 4, and gathers from as many of these ranks as the engine's ep has.
     "experts of 2 of 4 ranks": with_expert_numbers(lambda expert: expert if expert < 128 else None),
@@ -189,7 +190,8 @@ def deepseek_v3(folder: Path, float8: Path) -> dict[str, list[str]]:
 
 
 def tied(folder: Path) -> dict[str, list[str]]:
-    """Qwen2.5 with tied embeddings. The last pipeline stage has a head of its own, which it fills from the embedding."""
+    """Qwen2.5 with tied embeddings. The last pipeline stage has a head of its own, which it fills from the
+    embedding."""
     one, two = engine_of(folder, tp_size=2), engine_of(folder, tp_size=2, pp_size=2)
     layout = list(trainer_layout(folder, torch.bfloat16))
     return {
@@ -200,7 +202,8 @@ def tied(folder: Path) -> dict[str, list[str]]:
 
 
 def routing(folder: Path) -> dict[str, list[str]]:
-    """DeepSeek-V4, of which the first layers have a table of experts for each token: a buffer of transformers' class."""
+    """DeepSeek-V4, of which the first layers have a table of experts for each token: a buffer of transformers'
+    class."""
     engine, layout = engine_of(folder, tp_size=2, ep_size=2), list(trainer_layout(folder, torch.bfloat16))
     return {name: found(engine, plant(layout)) for name, plant in ROUTING_FAULTS.items()}
 

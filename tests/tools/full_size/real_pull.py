@@ -1,7 +1,7 @@
 """Sync by pull on real ranks; torchrun starts it, with the command line of ppo.py.
 
-Each rank writes pull-RANK.json into the run directory: the seconds of a pull, the bytes that it read, what the engine holds, and
-how fast the pull's kernel reads from its own GPU and from the next one.
+Each rank writes pull-RANK.json into the run directory: the seconds of a pull, the bytes that it read, what the engine
+holds, and how fast the pull's kernel reads from its own GPU and from the next one.
 """
 
 import json
@@ -45,7 +45,8 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def link_rates(world: World, dtype: torch.dtype, sent: torch.dtype) -> dict[str, float]:
-    """Return bytes in a second that the kernel of a pull reads, in large pieces, within this GPU and from the next rank's.
+    """Return bytes in a second that the kernel of a pull reads, in large pieces, within this GPU and from the next
+    rank's.
 
     dtype: of the trainer's shards. sent: in which the engine takes them. A collective call of all ranks.
     """

@@ -13,7 +13,8 @@ from harness.runtime.cpu_standins import activate
 
 
 def main(folders: list[str]) -> None:
-    """Print what SGLang's ModelConfig reads from each folder: architecture, quantization, the language model's numbers."""
+    """Print what SGLang's ModelConfig reads from each folder: architecture, quantization, the language model's
+    numbers."""
     activate()
     os.environ |= CPU_MODE
     from sglang.srt.configs.model_config import ModelConfig

@@ -1,6 +1,8 @@
-"""The number of parameters of SGLang's own class for a folder with a config.json. `python sglang_parameters.py FOLDER MODULE`
+"""The number of parameters of SGLang's own class for a folder with a config.json. `python sglang_parameters.py FOLDER
+MODULE`
 
-For models that transformers has no class for. One rank, without quantization, on the meta device; written for sglang 0.5.23.
+For models that transformers has no class for. One rank, without quantization, on the meta device; written for sglang
+0.5.23.
 """
 
 import importlib

@@ -1,4 +1,5 @@
-"""A real step on one GPU or two, beside what executing it on fake tensors predicted: peaks of the trainer's memory by phase."""
+"""A real step on one GPU or two, beside what executing it on fake tensors predicted: peaks of the trainer's memory by
+phase."""
 
 import json
 import os

@@ -44,7 +44,8 @@ def engine_rank(
     rank: int, missing: Missing, *, layers: Sequence[int] = LAYERS, given: Sequence[int] = LAYERS,
     errors: dict[str, str] | None = None, weights: int = 3 * GIB,
 ) -> EngineRank:  # fmt: skip
-    """A rank that holds these layers, each with 64 experts of 32 elements, and lacks so many elements of a parameter."""
+    """A rank that holds these layers, each with 64 experts of 32 elements, and lacks so many elements of a
+    parameter."""
     held = {experts(layer): ("bfloat16", (64, 8, 4)) for layer in layers} | {EMBEDDING: ("bfloat16", (16, 4))}
     told = [EMBEDDING, *(experts(layer) for layer in layers if layer in given)]
     sizes = {name: 64 if name == EMBEDDING else 2048 for name in told}

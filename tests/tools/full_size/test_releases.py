@@ -94,7 +94,8 @@ def test_what_a_release_wants_and_nobody_knows_is_named(monkeypatch: pytest.Monk
 @pytest.mark.slow
 @pytest.mark.parametrize(("version", "is_followed"), [("0.5.12", False), ("0.5.13", True)])
 def test_the_release_that_follows_the_norms_of_qwen3_5(version: str, is_followed: bool, tmp_path: Path) -> None:
-    """A bisect found it. 0.5.12's GemmaRMSNorm makes a new tensor of weight + 1 at each load; 0.5.13 writes into the old one."""
+    """A bisect found it. 0.5.12's GemmaRMSNorm makes a new tensor of weight + 1 at each load; 0.5.13 writes into the
+    old one."""
     if version not in INSTALLED:
         pytest.skip(f"{store_root()} has no environment of SGLang {version}")
     fields = json.loads((MODELS / "qwen3_5_397b_a17b" / "config.json").read_text())

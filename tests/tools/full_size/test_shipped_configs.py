@@ -127,7 +127,8 @@ def count(module: nn.Module) -> int:
 
 
 def parameters(name: str, part: Part) -> int:
-    """Count the model's parameters, and those of its MTP layer, which is a decoder layer, a projection and three norms."""
+    """Count the model's parameters, and those of its MTP layer, which is a decoder layer, a projection and three
+    norms."""
     model, total = meta_model(name), count(meta_model(name))
     if part is not Part.MODEL:
         assert published_fields(name)["num_nextn_predict_layers"] == 1

@@ -1,4 +1,5 @@
-"""Bytes of a sync: the plan of one engine and one layer of a kind, against the pull's own plan of every rank and layer."""
+"""Bytes of a sync: the plan of one engine and one layer of a kind, against the pull's own plan of every rank and
+layer."""
 
 import json
 import subprocess

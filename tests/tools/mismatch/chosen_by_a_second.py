@@ -1,6 +1,7 @@
 """Planted sources that a second examiner chose, without having read or run the tool, and what it must name for them.
 
-The expectations were written before any run. The last three sources are smaller, and were chosen when the answers for the others were known.
+The expectations were written before any run. The last three sources are smaller, and were chosen when the answers for
+the others were known.
 """
 
 from tests.tools.mismatch.sources import Planted

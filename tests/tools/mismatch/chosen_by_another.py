@@ -1,8 +1,8 @@
 """Planted sources that another examiner chose, without having read or run the tool, and what it must name for them.
 
-`sources` are the answers that are right; where there are several, each says the same truly. `module` is the first module whose
-output is wrong, on the side that is wrong; it is empty where the wrong step lies between modules or is not a module's, or where
-the two sides give the module different names. For a setting it says where the setting acts.
+`sources` are the answers that are right; where there are several, each says the same truly. `module` is the first
+module whose output is wrong, on the side that is wrong; it is empty where the wrong step lies between modules or is not
+a module's, or where the two sides give the module different names. For a setting it says where the setting acts.
 """
 
 from tests.tools.mismatch.sources import Planted
@@ -16,7 +16,8 @@ CHOSEN = (
         module="rotary_emb",
     ),
     Planted(name="k_norm_in_bfloat16", model="qwen3", sources=("layers.1.self_attn.k_norm",), module="k_norm"),
-    # w_kc and w_vc are tensors of the engine that are not the trainer's; they are used in self_attn itself, around attn_mqa.
+    # w_kc and w_vc are tensors of the engine that are not the trainer's; they are used in self_attn itself, around
+    # attn_mqa.
     Planted(
         name="absorbed_kv_in_bfloat16",
         model="moonlight",

@@ -1,4 +1,5 @@
-"""launch/mismatch.py on GPUs: what is changed there and not on a CPU, and the planted sources. Every run ends by itself."""
+"""launch/mismatch.py on GPUs: what is changed there and not on a CPU, and the planted sources. Every run ends by
+itself."""
 
 import json
 import os
@@ -28,9 +29,11 @@ BELOW_ROUNDING = (
     "decode_attention_in_bfloat16",
     "router_in_bfloat16",
 )
-"""On H100s these move the log-probs by no more than float16's rounding. That engine and trainer agree is a miss, and an expected one."""
+"""On H100s these move the log-probs by no more than float16's rounding. That engine and trainer agree is a miss, and an
+expected one."""
 OF_TWO_RANKS = ("double_all_reduce", "expert_parallel_offset", "tensor_rounded_after_sync")
-"""What is planted in a collective operation, in experts in parallel, or on the second rank. The others have a GPU each."""
+"""What is planted in a collective operation, in experts in parallel, or on the second rank. The others have a GPU
+each."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""A run directory of any number of ranks with fake but plausible events: nothing in it was measured. For tests of reports.
+"""A run directory of any number of ranks with fake but plausible events: nothing in it was measured. For tests of
+reports.
 
 python -m tests.tools.report.fake_run FOLDER [RANKS] [passed]
 """
@@ -26,7 +27,8 @@ HANGS_AT = ("sync", 2)
 
 
 def fake_run(folder: Path, ranks: int = 64, passed: bool = False, steps: int = 4, per_host: int = 8) -> Path:
-    """Ranks on hosts of 8 GPUs; where not passed, the last rank but 3 hangs in sync of step 2, and the others wait for it."""
+    """Ranks on hosts of 8 GPUs; where not passed, the last rank but 3 hangs in sync of step 2, and the others wait for
+    it."""
     chance = random.Random(0)
     tp = min(8, ranks)
     config = Config(

@@ -1,4 +1,5 @@
-"""verl's commands as harness configs: the seven of an SGLang guide, the keys of all releases, and the verdicts on the rest."""
+"""verl's commands as harness configs: the seven of an SGLang guide, the keys of all releases, and the verdicts on the
+rest."""
 
 import json
 import shlex

@@ -1,7 +1,7 @@
 """Run all phases of a PPO run with an all-reduce in each, under harness.run, without SGLang.
 
-It starts in seconds, and a test can harm it in any phase. Arguments: those of launch/ppo.py, and --hang RANK@PHASE: that
-rank hangs at the end of the phase.
+It starts in seconds, and a test can harm it in any phase. Arguments: those of launch/ppo.py, and --hang RANK@PHASE:
+that rank hangs at the end of the phase.
 """
 
 import sys

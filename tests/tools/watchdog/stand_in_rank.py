@@ -1,9 +1,10 @@
-"""A stand-in for a rank, without torch: speaks to its watchdog through the real WatchdogObserver, and does as it is told.
+"""A stand-in for a rank, without torch: speaks to its watchdog through the real WatchdogObserver, and does as it is
+told.
 
-Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, leave:PHASE (as it fails), meet (all
-ranks), child (start a process that would outlive us, and so would its file in /dev/shm), scratch (make the folder for
-temporary files), raise:TEXT, kill:SIGNAL, exit:CODE, wait:SECONDS, until:NAME (until the folder has this file), flush
-(until the other hosts have been told where we are), hang, bye.
+Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, leave:PHASE (as it fails), meet
+(all ranks), child (start a process that would outlive us, and so would its file in /dev/shm), scratch (make the folder
+for temporary files), raise:TEXT, kill:SIGNAL, exit:CODE, wait:SECONDS, until:NAME (until the folder has this file),
+flush (until the other hosts have been told where we are), hang, bye.
 """
 
 import dataclasses

@@ -316,7 +316,8 @@ def a_run_directory_that_blocks_keeps_nothing_alive(start: Start) -> None:
     with tempfile.TemporaryDirectory() as folder, dead_mount(Path(folder, "run")):
         hosts = start(ONE, orders, run_folder=f"{folder}/run")
         hosts.wait()
-    # On a busy machine torchrun may take the exit status first, and its report lies in the directory that does not answer.
+    # On a busy machine torchrun may take the exit status first, and its report lies in the directory that does not
+    # answer.
     said = hosts.verdict("host0")
     assert "FIRST FAILURE: rank 1 on host0 " in said and " in sync of step 1" in said
     assert "the run directory does not answer" in hosts.said("host0")

@@ -318,7 +318,8 @@ def _exchange_all(rank: int) -> list[tuple[int, list[str]]]:
 
 
 def _exchange(rank: int, islands: dict[int, int]) -> tuple[int, list[str]]:
-    """Bytes that this rank sent, and the batches in which its staging buffer then held something else than it should."""
+    """Bytes that this rank sent, and the batches in which its staging buffer then held something else than it
+    should."""
     model = exchanged(islands)
     mesh = init_device_mesh("cpu", (4,))
     live = {}

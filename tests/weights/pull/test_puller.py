@@ -1,4 +1,5 @@
-"""The scheduler's end of a pull, with a small model in place of SGLang's and the trainer's shards in the same process."""
+"""The scheduler's end of a pull, with a small model in place of SGLang's and the trainer's shards in the same
+process."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -187,7 +188,8 @@ def test_memory_that_cannot_be_opened_names_its_rank(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("function", [puller.plan, puller.prepare, puller.pull])
 @pytest.mark.parametrize("answered", [False, True])
 def test_after_a_failure_the_next_pull_is_whole(function: Callable[..., object], answered: bool) -> None:
-    """Whether the scheduler has done what was asked before it failed, or not; twice, so that nothing is counted wrong."""
+    """Whether the scheduler has done what was asked before it failed, or not; twice, so that nothing is counted
+    wrong."""
     model, expected = Toy(), Toy()
     stand = Stand(model)
 

@@ -137,7 +137,8 @@ for dtypes in ((torch.int64,) * 3, (torch.float32, torch.bfloat16, torch.bfloat1
 
 
 def test_on_a_gpu_a_thread_loads_sixteen_bytes_at_a_time_and_its_neighbour_the_next_sixteen() -> None:
-    """A mask or a stride of which the compiler knows too little makes it load single elements; longer vectors leave gaps."""
+    """A mask or a stride of which the compiler knows too little makes it load single elements; longer vectors leave
+    gaps."""
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loads = set(re.findall(r"ld\.global\.(v\d\.b\d+)", done.stdout))

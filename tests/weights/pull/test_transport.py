@@ -1,4 +1,5 @@
-"""Pulls between real processes: gloo ranks that hold FSDP2's shards, each with one part of a small tensor-parallel model.
+"""Pulls between real processes: gloo ranks that hold FSDP2's shards, each with one part of a small tensor-parallel
+model.
 
 Hosts are names: ranks of another name cannot open each other's memory, so that all between them is exchanged.
 """
@@ -27,7 +28,8 @@ ROWS, COLUMNS, EXPERTS, VOCABULARY, HEADS = 10, 12, 3, 11, 2
 
 
 class Part(nn.Module):
-    """Rank `rank` of `tp`: rows, columns, replicated heads, a padded vocabulary, stacked experts, and a norm that is doubled."""
+    """Rank `rank` of `tp`: rows, columns, replicated heads, a padded vocabulary, stacked experts, and a norm that is
+    doubled."""
 
     def __init__(self, tp: int, rank: int) -> None:
         super().__init__()

@@ -13,7 +13,8 @@ MASK = torch.ones(2, 8)
 
 
 def judged(precision: EnginePrecision, engine_apart: float, replay_apart: float, differing: bool) -> str:
-    """What is said if one token in eight has another expert by the record, and log-probs are this far from the trainer's own."""
+    """What is said if one token in eight has another expert by the record, and log-probs are this far from the
+    trainer's own."""
     named = torch.zeros(2, 8)
     named[:, 0] = differing
     return wrong_routing_record(precision, OWN - engine_apart, OWN, OWN - replay_apart, named, MASK)

@@ -74,7 +74,8 @@ def at(checks: Verification, step: int) -> Verification:
 
 
 def verification(folder: Path, level: Level = "log_probs", found: Any = (), **parts: Any) -> Verification:
-    """Return checks of a run without an engine, unless the parts have one. found: what reading back finds, or fails with."""
+    """Return checks of a run without an engine, unless the parts have one. found: what reading back finds, or fails
+    with."""
     config = Config()
     config.weights.verify = level
     given: dict[str, Any] = dict.fromkeys(("world", "memory", "sync"))

@@ -101,7 +101,8 @@ class PuttingInPlace(Toy):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_tensor_put_in_a_parameters_place_is_an_error_and_the_parameter_is_put_back(turned: bool) -> None:
-    """It passes no dispatch, so trace_loader() does not see it; left so, the parameter would be the traced memory itself."""
+    """It passes no dispatch, so trace_loader() does not see it; left so, the parameter would be the traced memory
+    itself."""
     model = PuttingInPlace(turned)
     before = model.down.data
     found = traced(layout_of(SHAPES), model)

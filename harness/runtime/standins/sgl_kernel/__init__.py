@@ -1,8 +1,8 @@
 """A stand-in for sgl_kernel, of which no CPU build is published.
 
 SGLang's CPU mode imports these names, for speculative decoding and for moving KV-cache slots. With attention_backend =
-"torch_native" it calls none of them without a draft model. What a chain of drafts calls is in speculative.py, in plain torch;
-the others raise when they are called, and any other name is an ImportError.
+"torch_native" it calls none of them without a draft model. What a chain of drafts calls is in speculative.py, in plain
+torch; the others raise when they are called, and any other name is an ImportError.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,9 @@ from .speculative import (
 
 
 def stand_in(name: str) -> Callable[..., NoReturn]:
-    """Return a function that raises NotImplementedError for a name of sgl_kernel, such as kvcacheio.transfer_kv_direct."""
+    """Return a function that raises NotImplementedError for a name of sgl_kernel, such as
+    kvcacheio.transfer_kv_direct.
+    """
 
     def call(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

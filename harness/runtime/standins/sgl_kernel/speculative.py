@@ -1,7 +1,8 @@
-"""Stand-ins, in plain torch, for the kernels that speculative decoding with a chain of drafts (topk = 1) calls on a CPU.
+"""Stand-ins, in plain torch, for the kernels that speculative decoding with a chain of drafts (topk = 1) calls on a
+CPU.
 
-The names and arguments are those of sgl_kernel and, for sampling, of SGLang's CUDA kernels; most write what they return into
-their arguments. Trees (topk > 1) need more kernels, which the import-only stand-ins next to these refuse.
+The names and arguments are those of sgl_kernel and, for sampling, of SGLang's CUDA kernels; most write what they return
+into their arguments. Trees (topk > 1) need more kernels, which the import-only stand-ins next to these refuse.
 """
 
 from collections.abc import Callable
@@ -136,9 +137,10 @@ def tree_speculative_sampling_target_only(
 ) -> None:
     """Sample from the target, accepting drafts with their probability under it.
 
-    target_probs: [requests, draft tokens, vocabulary]. The algorithm is that of sgl_kernel's CUDA kernel of this name: draft i
-    is accepted if its coin is at most the sum of target probabilities of the siblings tried so far, over threshold_acc, or if
-    its own is at least threshold_single; the token after the accepted ones is sampled from the target without the rejected.
+    target_probs: [requests, draft tokens, vocabulary]. The algorithm is that of sgl_kernel's CUDA kernel of this name:
+    draft i is accepted if its coin is at most the sum of target probabilities of the siblings tried so far, over
+    threshold_acc, or if its own is at least threshold_single; the token after the accepted ones is sampled from the
+    target without the rejected.
     """
     tokens, coins = candidates.tolist(), uniform_samples.tolist()
     tree = (retrive_index.tolist(), retrive_next_token.tolist(), retrive_next_sibling.tolist())
@@ -164,7 +166,9 @@ def tree_speculative_sampling_target_only(
 
 
 def top_k_renorm_prob(probs: "Tensor", top_ks: "Tensor") -> "Tensor":
-    """Return probabilities [rows, vocabulary] with all but the k largest of each row 0, summing to 1. top_ks: int [rows]."""
+    """Return probabilities [rows, vocabulary] with all but the k largest of each row 0, summing to 1. top_ks: int
+    [rows].
+    """
     last = top_ks.long().clamp(max=probs.shape[-1]).view(-1, 1) - 1
     smallest_kept = probs.sort(-1, descending=True).values.gather(-1, last)
     kept = probs.masked_fill(probs < smallest_kept, 0)
@@ -172,7 +176,9 @@ def top_k_renorm_prob(probs: "Tensor", top_ks: "Tensor") -> "Tensor":
 
 
 def top_p_renorm_prob(probs: "Tensor", top_ps: "Tensor") -> "Tensor":
-    """Return probabilities [rows, vocabulary] with all 0 but the fewest largest of each row that reach p, summing to 1."""
+    """Return probabilities [rows, vocabulary] with all 0 but the fewest largest of each row that reach p, summing to
+    1.
+    """
     largest, order = probs.sort(-1, descending=True)
     kept = largest.masked_fill(largest.cumsum(-1) - largest > top_ps.view(-1, 1), 0)
     kept = kept.new_zeros(kept.shape).scatter(-1, order, kept)
@@ -180,7 +186,9 @@ def top_p_renorm_prob(probs: "Tensor", top_ps: "Tensor") -> "Tensor":
 
 
 def accepted_path(row: int, tree: Any, longest: int, accept: Accept) -> list[int]:
-    """Return the columns of the accepted tokens of one request: 0, the token that was sampled last, then accepted drafts."""
+    """Return the columns of the accepted tokens of one request: 0, the token that was sampled last, then accepted
+    drafts.
+    """
     _, children, siblings = tree
     path = [0]
     while len(path) < longest:

@@ -153,7 +153,8 @@ def pp_payload_opened_twice(broken: bool) -> None:
     requires=("sglang>=0.5.23",),
 )
 def mtp_ipc_double_open(broken: bool) -> None:
-    """With a draft model SGLang opens the payload of a tensor for each of two models, and on CPU the second finds none."""
+    """With a draft model SGLang opens the payload of a tensor for each of two models, and on CPU the second finds
+    none."""
     tensors: dict[str, Any] = {}
 
     def prepare(folder: Path) -> None:

@@ -127,8 +127,9 @@ def nonzero_node_engine_blocks(broken: bool) -> None:
 )
 def orphans_of_a_start(broken: bool) -> None:
     """An engine's processes outlive a trainer that was killed while it was starting."""
-    # They ask the kernel to be killed with their parent after their imports, when it is gone already: the scheduler goes
-    # through its whole start, memory and all, and ends when it first answers the parent; the detokenizer waits forever.
+    # They ask the kernel to be killed with their parent after their imports, when it is gone already: the scheduler
+    # goes through its whole start, memory and all, and ends when it first answers the parent; the detokenizer waits
+    # forever.
     _end_trainer(is_up=not broken, kill=True)
 
 

@@ -1,4 +1,5 @@
-"""Answers of an engine that are wrong or late: a token id, missing routed experts, a prefix cache or a draft of old weights."""
+"""Answers of an engine that are wrong or late: a token id, missing routed experts, a prefix cache or a draft of old
+weights."""
 
 import os
 from pathlib import Path
@@ -117,7 +118,8 @@ def mtp_draft_left_behind(broken: bool) -> None:
 
 
 def _accept_length(engine: TinyEngine) -> float:
-    """Return how many tokens of a greedy answer each verification of a draft brought; the first token comes of the prompt."""
+    """Return how many tokens of a greedy answer each verification of a draft brought; the first token comes of the
+    prompt."""
     answer = engine.generate()
     return (len(answer["output_ids"]) - 1) / float(answer["meta_info"]["spec_verify_ct"])
 

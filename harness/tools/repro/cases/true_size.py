@@ -1,4 +1,5 @@
-"""Failures that were reported from 8 to 64 GPUs, of models at their true widths: SGLang's own classes on the meta device.
+"""Failures that were reported from 8 to 64 GPUs, of models at their true widths: SGLang's own classes on the meta
+device.
 
 Only what is known while a model is built and its weights are loaded shows here; what a GPU's kernels do does not.
 """
@@ -84,7 +85,8 @@ def minimax_fp8_tp8(broken: bool) -> None:
     requires=("sglang>=0.5.23", "transformers>=5"),
 )
 def kimi_k3_fp8_tp16(broken: bool) -> None:
-    """Kimi-K3 in blocks of float8 cannot be built for 16 GPUs: a rank's 2112 rows of its dense layer are no whole blocks."""
+    """Kimi-K3 in blocks of float8 cannot be built for 16 GPUs: a rank's 2112 rows of its dense layer are no whole
+    blocks."""
     from unittest.mock import patch
 
     # The report does not show its float8 config. Only the projections of dense layers and experts are quantized here.
@@ -122,7 +124,8 @@ def gpt_oss_bf16_ep8(broken: bool) -> None:
     requires=REQUIRES,
 )
 def minicpm3_loads_once(broken: bool) -> None:
-    """MiniCPM3's loader deletes a parameter that it needs the next time. Its class is given DeepSeek-V3's sizes here."""
+    """MiniCPM3's loader deletes a parameter that it needs the next time. Its class is given DeepSeek-V3's sizes
+    here."""
     fields: dict[str, Any] = {
         "architectures": ["MiniCPM3ForCausalLM"],
         "model_type": "minicpm3",
@@ -142,7 +145,8 @@ def minicpm3_loads_once(broken: bool) -> None:
     requires=REQUIRES,
 )
 def mimo_nested_rope(broken: bool) -> None:
-    """MiMo-V2-Flash's rope parameters, one set for each kind of layer in transformers 5, are no key for get_rope's cache."""
+    """MiMo-V2-Flash's rope parameters, one set for each kind of layer in transformers 5, are no key for get_rope's
+    cache."""
     flat: dict[str, Any] = {} if broken else {"model_type": "qwen2"}  # keeps the fields as they are
     with true_model("mimo_v2_flash", 3, quantization_config=None, **flat) as folder:
         import_sglang(folder)
@@ -191,7 +195,8 @@ def mimo_fused_qkv_tp16(broken: bool) -> None:
     releases=("0.5.16",),
 )
 def dsv4_marlin_tp16(broken: bool) -> None:
-    """DeepSeek-V4-Pro on 16 GPUs: the shards of 192 rows are padded to 256, and the loader reads the checkpoint by 256."""
+    """DeepSeek-V4-Pro on 16 GPUs: the shards of 192 rows are padded to 256, and the loader reads the checkpoint by
+    256."""
     use_release("0.5.16")
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = "1"  # its 192 rows of a rank would be no whole blocks of float8
     from unittest.mock import patch
@@ -234,7 +239,8 @@ def dsv4_fp4_experts(broken: bool) -> None:
 
 
 def fp4_expert() -> "list[TensorView]":
-    """Return one expert of DeepSeek-V4-Pro's checkpoint: two float4 numbers to a byte, and a scale for each 32 columns."""
+    """Return one expert of DeepSeek-V4-Pro's checkpoint: two float4 numbers to a byte, and a scale for each 32
+    columns."""
     import torch
 
     views = []
@@ -300,7 +306,8 @@ def dsv4_pair_split(broken: bool) -> None:
     requires=REQUIRES,
 )
 def dsv4_hash_table_lost(broken: bool) -> None:
-    """DeepSeek-V4 routes its first layers by a table, tid2eid, which is a buffer of the trainer: parameters alone lack it."""
+    """DeepSeek-V4 routes its first layers by a table, tid2eid, which is a buffer of the trainer: parameters alone lack
+    it."""
     with true_model("deepseek_v4_pro", 1, expert_dtype=None, quantization_config=None) as folder:
         import_sglang(folder)
         import torch

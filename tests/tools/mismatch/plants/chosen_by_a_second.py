@@ -7,7 +7,8 @@ from planting import in_decode, plant, plant_in_trainer, reached, wrap
 
 @plant
 def qk_norm_after_rope() -> None:
-    """Rotate queries and keys first and normalise their heads then (Hunyuan's order), in a model that does the reverse."""
+    """Rotate queries and keys first and normalise their heads then (Hunyuan's order), in a model that does the
+    reverse."""
     from sglang.srt.models import qwen3
 
     def around(real: Any, self: Any, positions: Any, hidden_states: Any) -> Any:
@@ -36,7 +37,8 @@ def routed_scaling_missing() -> None:
 
 @plant
 def rope_ends_at_32() -> None:
-    """Rotate every token beyond position 32 as if it were at 32: a table that is too short, read with a clamped index."""
+    """Rotate every token beyond position 32 as if it were at 32: a table that is too short, read with a clamped
+    index."""
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     def around(real: Any, self: Any, positions: Any, *args: Any, **kw: Any) -> Any:
@@ -109,7 +111,8 @@ def experts_have_capacity() -> None:
 
 @plant_in_trainer
 def trainer_slides_in_one_layer() -> None:
-    """Give the trainer's second layer a sliding window of 16, as transformers reads use_sliding_window; SGLang's Qwen2 has none."""
+    """Give the trainer's second layer a sliding window of 16, as transformers reads use_sliding_window; SGLang's Qwen2
+    has none."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
     def around(real: Any, self: Any, config: Any, *args: Any, **kw: Any) -> None:
@@ -168,7 +171,8 @@ def residual_in_bfloat16() -> None:
 
 @plant_in_trainer
 def trainer_rotary_in_bfloat16() -> None:
-    """Compute the trainer's cos and sin from frequencies in bfloat16, to which model.to(bfloat16) casts inv_freq too."""
+    """Compute the trainer's cos and sin from frequencies in bfloat16, to which model.to(bfloat16) casts inv_freq
+    too."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
     def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:

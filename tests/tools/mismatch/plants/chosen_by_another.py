@@ -42,7 +42,8 @@ def k_norm_in_bfloat16() -> None:
 
 @plant
 def absorbed_kv_in_bfloat16() -> None:
-    """Round the two matrices that MLA makes of kv_b_proj while it loads; kv_b_proj itself stays what the trainer sent."""
+    """Round the two matrices that MLA makes of kv_b_proj while it loads; kv_b_proj itself stays what the trainer
+    sent."""
     import torch
     from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
 
@@ -103,7 +104,8 @@ def one_expert_slightly_too_large() -> None:
 
 @plant
 def expert_parallel_offset() -> None:
-    """With expert parallelism, take on the second rank the expert after the one that was chosen, its last one being followed by its first."""
+    """With expert parallelism, take on the second rank the expert after the one that was chosen, its last one being
+    followed by its first."""
     import torch
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 
@@ -137,7 +139,8 @@ def first_cached_token_lost() -> None:
     """Read the second token's keys and values for the first token too, in a prefill that finds a cached prefix."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    # Every attention backend reads this table, some before the model runs. The stream of the forward pass puts it right again.
+    # Every attention backend reads this table, some before the model runs. The stream of the forward pass puts it right
+    # again.
     def around(real: Any, self: Any, forward_batch: Any, *args: Any, **kw: Any) -> Any:
         table = self.req_to_token_pool.req_to_token
         cached = forward_batch.req_pool_indices[forward_batch.extend_prefix_lens > 1]
@@ -162,7 +165,8 @@ def kv_cache_in_bfloat16() -> None:
 
 @plant
 def tensor_rounded_after_sync() -> None:
-    """Round one tensor of the second rank to bfloat16 whenever weights have been loaded: half of down_proj of layer 1."""
+    """Round one tensor of the second rank to bfloat16 whenever weights have been loaded: half of down_proj of layer
+    1."""
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -226,7 +230,8 @@ def trainer_masks_groups_with_zero() -> None:
 
 @plant_in_trainer
 def trainer_positions_of_left_padding() -> None:
-    """Count positions as if the padding were on the left: position 0 for as many tokens as the row has padding, then 1, 2, ...
+    """Count positions as if the padding were on the left: position 0 for as many tokens as the row has padding, then 1,
+    2, ...
 
     The longest row of a batch, and a sequence alone, are right.
     """

@@ -231,7 +231,8 @@ def second_rank_is_killed_while_asked() -> None:
 
 @plant
 def own_engine_is_killed() -> None:
-    """Kill a scheduler of the run's own engine while it decodes; num_continuous_decode_steps = 2 tells that engine from changed ones."""
+    """Kill a scheduler of the run's own engine while it decodes; num_continuous_decode_steps = 2 tells that engine from
+    changed ones."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
@@ -248,7 +249,8 @@ def own_engine_is_killed() -> None:
 
 @plant_in_trainer
 def trainer_without_sdpa() -> None:
-    """Make transformers refuse sdpa for Qwen2, as it does for gpt_oss: the trainer's attention is eager, and no other works."""
+    """Make transformers refuse sdpa for Qwen2, as it does for gpt_oss: the trainer's attention is eager, and no other
+    works."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
     Qwen2ForCausalLM._supports_sdpa = False

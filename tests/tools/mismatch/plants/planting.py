@@ -1,8 +1,9 @@
-"""What the files with the plants have in common: how one source of mismatch is planted. It imports nothing of the harness.
+"""What the files with the plants have in common: how one source of mismatch is planted. It imports nothing of the
+harness.
 
-PLANT names what is planted. SGLang calls `register` in every process of an engine before it builds the model; whoever starts the
-trainer calls `register_in_trainer` there, before it builds its model. The first planted code that runs makes the file that
-PLANT_REACHED names: a release or a device may have another path, which no plant is on.
+PLANT names what is planted. SGLang calls `register` in every process of an engine before it builds the model; whoever
+starts the trainer calls `register_in_trainer` there, before it builds its model. The first planted code that runs makes
+the file that PLANT_REACHED names: a release or a device may have another path, which no plant is on.
 """
 
 import functools
@@ -51,7 +52,8 @@ def reached() -> None:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any], when: Callable[..., Any] = lambda *_, **__: True) -> None:
-    """Replace a method by around(the method, its self, its other arguments), where `when` of self and the arguments is true."""
+    """Replace a method by around(the method, its self, its other arguments), where `when` of self and the arguments is
+    true."""
     real = getattr(owner, name)
 
     @functools.wraps(real)
