@@ -47,11 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """With --fast, skip whatever is about to start a process: no list of such tests is kept, so none can be wrong."""
-    if not config.getoption("--fast"):
-        return
+    is_worker = hasattr(config, "workerinput")
+    if not config.getoption("--fast") or (config.getoption("numprocesses", None) and not is_worker):
+        return  # xdist's own process starts the workers
 
     def refuse(event: str, _: object) -> None:
-        if event in FORBIDDEN_WHEN_FAST:
+        if event in FORBIDDEN_WHEN_FAST and "PYTEST_CURRENT_TEST" in os.environ:
             pytest.skip("starts a process")
 
     def refuse_start(_: multiprocessing.process.BaseProcess) -> None:

@@ -204,6 +204,7 @@ PREPARED = {
 """Configs for what launch/prepare_data.py writes -> what stands for it here."""
 
 
+@pytest.mark.slow
 def test_what_is_right_passes_without_a_word() -> None:
     for words in (
         [QUICKSTART],

@@ -133,6 +133,7 @@ def test_additions_are_held_out_and_scored_by_their_digits(tmp_path: Path) -> No
     assert train[0].data_source != test[0].data_source
 
 
+@pytest.mark.slow
 def test_the_supervised_start_is_a_folder_that_the_seed_decides(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -89,6 +89,7 @@ def damaged(data: st.DataObject, content: bytes) -> bytes:
     return b"".join(lines)
 
 
+@pytest.mark.slow
 @QUICK
 @given(data=st.data())
 def test_a_run_directory_of_somebody_else(data: st.DataObject, run: Path, tmp_path: Path) -> None:
@@ -113,6 +114,7 @@ def test_a_run_directory_of_somebody_else(data: st.DataObject, run: Path, tmp_pa
     assert json.loads((folder / "trace.json").read_text())
 
 
+@pytest.mark.slow
 @QUICK
 @given(text=st.text(max_size=30), place=st.sampled_from(["name", "phase", "host", "error"]))
 def test_a_text_of_a_run_stays_a_text(text: str, place: str, run: Path, tmp_path: Path) -> None:

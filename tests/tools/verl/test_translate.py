@@ -574,6 +574,7 @@ FUZZED = ((), ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=9",
 """Settings that between them lead to every key that has an integer or null by default."""
 
 
+@pytest.mark.slow
 def test_no_value_of_an_integer_key_ends_in_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only ConfigError may be raised: the user gets its one sentence, and exit code 2."""
     get, read = Draft.get, set[str]()
