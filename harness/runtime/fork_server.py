@@ -210,6 +210,8 @@ class ForkServer:
             os.environ[HANDED_OVER] = " ".join(server._detach() for server in servers)
 
     def _detach(self) -> str:
+        """Return the server's address. This object must not end what becomes of the server."""
+        self.used_up, self._why_gone = True, "the process that did the imports was handed over"
         self._connection.close()
         return f"{self._socket.detach()}:{self.pid}"
 

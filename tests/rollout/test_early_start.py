@@ -186,6 +186,17 @@ def test_where_sglang_is_not_started_or_starts_its_own_nothing_is(
 
 
 @pytest.mark.usefixtures("cheap_modules")
+def test_who_has_handed_a_server_over_does_not_end_what_became_of_it() -> None:
+    given = ForkServer.start(["json"], dict(os.environ))
+    given.imported()
+    ForkServer.hand_over([given])
+    [taken] = ForkServer.handed_over()
+    given.close()
+    assert given.obstacle({}) and taken.imported().forks and Path(f"/proc/{given.pid}").exists()
+    taken.close()
+
+
+@pytest.mark.usefixtures("cheap_modules")
 def test_a_server_that_the_rank_was_given_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ForkServer.start(["json"], {})
     ForkServer.hand_over([given])
