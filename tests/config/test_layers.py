@@ -132,4 +132,4 @@ def test_help_lists_every_key_without_torch() -> None:
     for key in ("--actor.learning_rate", "--engine.args", "--dry-run", "--weights.bucket_size_mib"):
         assert key in done.stdout
     assert done.stdout.index("--model.name") < done.stdout.index("\nrun:")  # common keys come before the sections
-    assert "--critic.learning_rate 0.0001" in done.stdout
+    assert "--critic.learning_rate" in done.stdout

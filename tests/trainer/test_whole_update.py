@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 COMMON = """--parallel.tp 1 --rollout.prompts_per_step 4 --rollout.responses_per_prompt 2 --rollout.max_response_tokens 12
  --rollout.temperature 0.7 --actor.minibatch_size 4 --actor.microbatch_size 1 --actor.ppo_epochs 2 --actor.clip_high 0.28
  --actor.learning_rate 2e-4 --actor.max_grad_norm 0.5 --actor.weight_decay 0.1 --actor.betas 0.8,0.95
- --critic.learning_rate 1e-3"""
+ --critic.learning_rate 5e-5"""
 CASES = {
     "gae": """--run.steps 3 --algorithm.critic_warmup 1 --algorithm.kl_coefficient 0.05 --actor.schedule cosine
  --actor.warmup_steps 2 --actor.entropy_coefficient 0.01 --critic.value_clip 0.1""",

@@ -171,7 +171,7 @@ class Execution:
     def _sharded(self, mode: FakeTensorMode, mesh: DeviceMesh) -> Any:
         wanted = self.config.model
         attention, _ = choose_attention(self.model_config, _without_flash(wanted.attention), wanted.packed)
-        checkpointing = self.role != "reference" and getattr(self.config, self.role).gradient_checkpointing
+        checkpointing = self.role != "reference" and self.config.actor.gradient_checkpointing
         backbone, model = self._on_meta(_master_dtype(self.config, self.role), attention, checkpointing)
         blocks = decoder_layers(backbone)
         del blocks[self.layers if self.layers is not None else len(blocks) :]

@@ -173,7 +173,7 @@ def test_kv_cache_is_what_sglang_counts(name: str, tp: int, pp: int, expected: S
     ran = run("tests/tools/full_size/kv_caches.py", MODELS / name, tp, pp)
     assert ran.returncode == 0, ran.stderr
     nothing = {"full": 0, "window": 0, "window_ratio": 1.0, "state_ratio": 0.0, "unknown": ""}
-    stages = json.loads(ran.stdout)
+    stages = json.loads(ran.stdout.splitlines()[-1])  # after lines on progress, on a busy machine
     assert [stage["auto"] for stage in stages] == [nothing | each for each in expected]
     assert [stage["bfloat16"] for stage in stages] == [stage["auto"] for stage in stages]
 

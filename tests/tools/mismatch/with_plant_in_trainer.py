@@ -11,6 +11,7 @@ import planting  # noqa: E402
 from harness.observer import RunContext  # noqa: E402
 from harness.rollout.early_start import start_early  # noqa: E402
 from harness.run import run  # noqa: E402
+from harness.runtime.fork_server import ForkServer  # noqa: E402
 from harness.tools import preflight  # noqa: E402
 from harness.tools.command_line import parse  # noqa: E402
 from harness.tools.observers import standard_observers  # noqa: E402
@@ -25,5 +26,5 @@ def job(context: RunContext) -> str:
 
 if __name__ == "__main__":
     config = parse(sys.argv[1:]).config
-    servers = start_early(config, preflight.device_of(config), os.environ)
-    sys.exit(run(config, standard_observers(config), job, servers=servers))
+    ForkServer.hand_over(start_early(config, preflight.device_of(config), os.environ))
+    sys.exit(run(config, standard_observers(config), job))
