@@ -13,13 +13,13 @@ def plant() -> None:
     from harness.runtime.cpu_standins import activate
 
     activate()
-    from harness import ppo
+    from harness import learning
 
     def fail(*_: Any) -> Any:
         raise ArithmeticError("planted on rank 1")
 
     if os.environ["RANK"] == "1":
-        ppo.estimate_advantages = fail
+        learning.estimate_advantages = fail
 
 
 if __name__ == "__main__":
