@@ -67,8 +67,9 @@ def parse_value(text: str, word: str = "") -> Any:
 def _value(text: str, word: str) -> tuple[Any, str]:
     """Return the value at the start of a text, and the rest of the text."""
     if text[:1] in "'\"" and text:
-        # Possessive, and no character fits two alternatives: the time grows with the length of the text, closed or not.
-        match = re.match(r"""(['"])((?:\\.|(?!\1)[^\\])*+)\1""", text, re.DOTALL)
+        # No character fits two alternatives: the time grows with the length of the text, closed or not. Not possessive: until
+        # Python 3.11.5 a possessive repetition of alternatives matches wrongly (python/cpython#106052).
+        match = re.match(r"""(['"])((?:\\.|(?!\1)[^\\])*)\1""", text, re.DOTALL)
         if not match:
             raise ConfigError(f'"{word}" has a quote that is not closed.')
         return re.sub(r"\\(.)", r"\1", match[2]), text[match.end() :]
@@ -95,7 +96,7 @@ def _sequence(text: str, word: str) -> tuple[list[Any], str]:
 def _table(text: str, word: str) -> tuple[dict[str, Any], str]:
     table, rest = {}, text[1:].lstrip()
     while not rest.startswith("}"):
-        match = re.match(r"""(['"]?)((?:\\.|[^'":,{}\[\]\\])++)\1\s*+:\s*+""", rest)
+        match = re.match(r"""(['"]?)((?:\\.|[^'":,{}\[\]\\])+)\1\s*+:\s*+""", rest)
         if not match:
             raise ConfigError(f'"{word}" has a table that is not of the form {{key: value, ...}}.')
         table[re.sub(r"\\(.)", r"\1", match[2].strip())], rest = _value(rest[match.end() :], word)
