@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -116,8 +117,9 @@ def prepare_process(run: RunContext, record: RunRecord) -> None:
 
 
 def build_rollouts(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord) -> Rollouts:
-    """Start the engine; return it with the prompts that it is asked. mesh: over dp, tp and pp. A collective call of all
-    ranks.
+    """Start the engine; return it with the prompts that it is asked. mesh: over dp, tp and pp.
+
+    A collective call of all ranks.
     """
     with record.timed("engine"):
         engine = start_engine(run, mesh, inputs.engine_folder)
@@ -156,8 +158,9 @@ def _on_a_thread(build_models: Callable[[], T]) -> Future[T]:
 
 
 def import_sglang(run: RunContext) -> None:
-    """Import SGLang on a rank that builds an engine, which takes seconds. No other thread may import anything
-    meanwhile.
+    """Import SGLang on a rank that builds an engine, which takes seconds.
+
+    No other thread may import anything meanwhile.
     """
     with run.events.phase("import_sglang", waiting_for="SGLang's import"), collecting_nothing():
         if builds_engine(run):
@@ -183,8 +186,9 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollo
 
 
 def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> RolloutEngine:
-    """Return this rank's engine, serving. A collective call of the engine's ranks. Raise EngineFailed if it does not
-    start.
+    """Return this rank's engine, serving. A collective call of the engine's ranks.
+
+    Raise EngineFailed if it does not start.
     """
     config, world, events, parallel = run.config, run.world, run.events, run.config.parallel
     arguments = {
@@ -224,10 +228,7 @@ def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollou
         version=engine.version,
         device=world.device_type,
         preset=config.engine.preset,
-        arguments=record.arguments,
-        dropped_defaults=record.dropped_defaults,
-        forked=record.forked,
-        why_spawned=record.why_spawned,
+        **asdict(record),
     )
     for index, (began, ended) in enumerate(record.imports):
         events.span(f"imports of the engine's processes, {index}", began, ended)
@@ -262,8 +263,9 @@ def start_memory_stages(run: RunContext, engine: RolloutEngine) -> MemoryStages:
 
 
 def build_trainer(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord) -> Learning:
-    """Return the actor, the critic if advantages are GAE's, the reference if the KL counts. A collective call of all
-    ranks.
+    """Return the actor, the critic if advantages are GAE's, the reference if the KL counts.
+
+    A collective call of all ranks.
     """
     config, device = run.config, run.world.device
     precision = config.model.precision

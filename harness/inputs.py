@@ -53,8 +53,9 @@ class Inputs:
 
 
 def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
-    """Read the task's rows, the model's folder and the tokenizer. Return the run with its resolved config, and the
-    inputs.
+    """Read the task's rows, the model's folder and the tokenizer.
+
+    Return the run with its resolved config, and the inputs.
 
     A collective call. Raise ConfigError for what is missing or wrong, UnsupportedEnvironment for what cannot run here.
     """
@@ -152,6 +153,7 @@ def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
 
 def make_engine_folder(run: RunContext, model_folder: Path) -> Path:
     """Return the folder that the engine loads: the model's own, or its quantized copy, made once on each host.
+
     Collective.
     """
     config, world = run.config, run.world
@@ -207,8 +209,9 @@ def trainer_attention(config: Config, model_folder: Path, device: str, say: Call
 
 
 def load_tokenizer(model_folder: Path) -> Any:
-    """Return the tokenizer in the model's folder. Raise ConfigError if there is no such model, or if it is code of the
-    model.
+    """Return the tokenizer in the model's folder.
+
+    Raise ConfigError if there is no such model, or if it is code of the model.
     """
     try:
         return AutoTokenizer.from_pretrained(str(model_folder), trust_remote_code=False)

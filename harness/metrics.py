@@ -59,8 +59,9 @@ def accept_length(batch: Batch) -> Metrics:
 
 
 def validation_metrics(prompts: Sequence[Prompt], responses: Sequence[Response], scores: Sequence[float]) -> Metrics:
-    """Return the mean reward on the validation set, overall and for each data source. The arguments are this rank's
-    share.
+    """Return the mean reward on the validation set, overall and for each data source.
+
+    The arguments are this rank's share.
     """
     rows = [
         (prompt.row.data_source, score, len(response.token_ids), response.truncated)

@@ -41,8 +41,9 @@ class Observer:
         """
 
     def resolved(self, run: RunContext) -> None:
-        """React to the config as it runs: "auto" is filled in, run.epochs has become run.steps. A collective call of
-        all ranks.
+        """React to the config as it runs: "auto" is filled in, run.epochs has become run.steps.
+
+        A collective call of all ranks.
         """
 
     def phase_begins(self, phase: str, step: int | None) -> None:
@@ -58,8 +59,9 @@ class Observer:
         """React to a new part of the run: "engine", "sync", "actor" or "critic"."""
 
     def measured(self, row: Mapping[str, Any]) -> None:
-        """React to a row of metrics.jsonl: a step, a validation or the final check. Only rank 0's row has its own
-        seconds.
+        """React to a row of metrics.jsonl: a step, a validation or the final check.
+
+        Only rank 0's row has its own seconds.
         """
 
     def passed(self) -> None:

@@ -85,8 +85,9 @@ class Ppo:
         return self.rollouts.batch_of(self.rollouts.engine_prompts(index))
 
     def old_log_probs(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the batch with the actor's log-probs of the responses. Check them against those that the engine
-        reported.
+        """Return the batch with the actor's log-probs of the responses.
+
+        Check them against those that the engine reported.
         """
         actor, verification = self.learning.actor, self.verification
         with actor.on_device():

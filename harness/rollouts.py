@@ -1,5 +1,6 @@
-"""The engine's half of a PPO step: prompts in, scored responses out. And validation, which asks the same of other
-prompts.
+"""The engine's half of a PPO step: prompts in, scored responses out.
+
+And validation, which asks the same of other prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,9 @@ from harness.trainer.routing import scatter_routing
 
 @dataclass(kw_only=True, slots=True)
 class Rollouts:
-    """The engine of a rank, and what it is asked. Methods are collective calls of all ranks, but for the two on
-    prompts.
+    """The engine of a rank, and what it is asked.
+
+    Methods are collective calls of all ranks, but for the two on prompts.
     """
 
     config: Config

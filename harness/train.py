@@ -28,18 +28,19 @@ from harness.weights.transports import check_shared
 
 
 def train(run: RunContext) -> str:
-    """Build the parts, run the steps and the check after the last update; return the verdict. A collective call of all
-    ranks.
+    """Build the parts, run the steps and the check after the last update; return the verdict.
+
+    A collective call of all ranks.
 
     Raise Stopped after SIGTERM, when a checkpoint is saved. After a failure the engine's processes are still alive, and
     run.py ends them.
     """
     record = start_record(run)
+    if not run.config.rollout.has_both:
+        return train_half(run, record)
     stop = StopSignal() if run.config.checkpoint.every else None
     lock = lock_folder(run.config)
     run, inputs = read_inputs(run)
-    if not run.config.rollout.has_both:
-        return train_half(run, inputs, record)
     ppo = build(run, inputs, record)
     steps, every = run.config.run.steps, run.config.checkpoint.every
     with record.timed("baseline"):
@@ -67,10 +68,12 @@ def train(run: RunContext) -> str:
     return f"PASSED: {ppo.verdict([*record.steps, record.final])}"
 
 
-def train_half(run: RunContext, inputs: Inputs, record: RunRecord) -> str:
-    """Run the steps of the engine alone, or of the trainer alone; return the verdict. A collective call of all
-    ranks.
+def train_half(run: RunContext, record: RunRecord) -> str:
+    """Run the steps of the engine alone, or of the trainer alone; return the verdict.
+
+    A collective call of all ranks. Nothing is saved to resume from, so SIGTERM ends the run at once.
     """
+    run, inputs = read_inputs(run)
     steps = range(run.config.run.steps)
     if run.config.rollout.only:
         engine = build_engine_alone(run, inputs, record)
@@ -162,8 +165,9 @@ def phase_tokens(config: Config, metrics: Metrics) -> Metrics:
 
 
 def gather_phases(events: EventLog, step: int) -> dict[str, list[dict[str, float]]]:
-    """Take the finished phases of one step out of the log: for each, seconds and memory of all ranks. A collective
-    call.
+    """Take the finished phases of one step out of the log: for each, seconds and memory of all ranks.
+
+    A collective call.
     """
     everyone = all_gather(events.step_phases.pop(step, {}))
     return {phase: [each[phase] for each in everyone if phase in each] for phase in everyone[0]}

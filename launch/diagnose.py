@@ -31,8 +31,9 @@ EXIT_CODES = {"diagnosed": 0, "unknown": 1, "no failure": 3}
 
 @dataclass(kw_only=True)
 class Options:
-    """LOG is a file (also .gz and .jsonl), a run directory, or - for standard input. Give several in the order of
-    ranks.
+    """LOG is a file (also .gz and .jsonl), a run directory, or - for standard input.
+
+    Give several in the order of ranks.
     """
 
     json: bool = False

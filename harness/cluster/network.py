@@ -137,8 +137,9 @@ def bracketed(address: str) -> str:
 
 
 def _named(wanted: str, key: str, interfaces: Interfaces, family: int) -> HostAddress:
-    """Return the interface with that name, or one with an address in that network. The address family decides between
-    two.
+    """Return the interface with that name, or one with an address in that network.
+
+    The address family decides between two.
     """
     pairs = [(name, address) for name, addresses in interfaces.items() for address in addresses]
     try:

@@ -147,8 +147,9 @@ def _checked(key: str, value: Any, kind: Any, source: str) -> Any:
 
 
 def _checked_list(key: str, value: Any, kind: Any, source: str) -> tuple[Any, ...]:
-    """Do the same for tuple[T, ...], or tuple[T, T], which has a fixed length. Names may not be repeated, numbers
-    may.
+    """Do the same for tuple[T, ...], or tuple[T, T], which has a fixed length.
+
+    Names may not be repeated, numbers may.
     """
     item, *others = get_args(kind)
     count = 1 + len(others) if others != [...] else None

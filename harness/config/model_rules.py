@@ -41,8 +41,9 @@ CPU_MODELS = {
 
 
 class _Sizes:
-    """The whole numbers of a config by name; None for a missing one. For a multi-modal model: those of its language
-    part.
+    """The whole numbers of a config by name; None for a missing one.
+
+    For a multi-modal model: those of its language part.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:

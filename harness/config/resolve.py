@@ -37,8 +37,9 @@ class Resolved:
 
 
 def resolve(config: Config, facts: Facts = NOTHING_KNOWN, sections: Collection[str] = SECTIONS) -> Resolved:
-    """Return the config as it will run. Raise ConfigError, or UnsupportedEnvironment, one sentence, for what cannot
-    work.
+    """Return the config as it will run.
+
+    Raise ConfigError, or UnsupportedEnvironment, one sentence, for what cannot work.
 
     sections: those that the job uses. Rules about keys of other sections do not apply.
     """

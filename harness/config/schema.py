@@ -13,6 +13,9 @@ TransportName = Literal["pull", "tensor", "bucket", "distributed", "disk"]
 TINY_MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight")
 """model.name of the models that task/tiny_models.py makes on the spot."""
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "inverse_sqrt"]
+DUAL_CLIP = 3.0
+"""The policy's loss is at most this times the advantage's size where the advantage is negative (arXiv 1912.09729; verl:
+clip_ratio_c)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,8 +46,9 @@ class Run:
 
 @dataclass(kw_only=True, slots=True)
 class Parallel:
-    """The mesh. dp engines of tp x pp ranks each; dp x tp x pp is the number of ranks. FSDP2 shards over all of
-    them.
+    """The mesh. dp engines of tp x pp ranks each; dp x tp x pp is the number of ranks.
+
+    FSDP2 shards over all of them.
     """
 
     dp: int = 1
@@ -271,8 +275,9 @@ class Algorithm:
 
 @dataclass(kw_only=True, slots=True)
 class ActorConfig:
-    """The policy's loss and its optimizer steps. The critic takes its steps in the same way, at its own learning
-    rate.
+    """The policy's loss and its optimizer steps.
+
+    The critic takes its steps in the same way, at its own learning rate.
     """
 
     learning_rate: float = 1e-5

@@ -67,8 +67,9 @@ def start_early(config: Config, device: Device, environment: Mapping[str, str]) 
 
 
 def start_servers(config: Config, device: Device, environment: Mapping[str, str]) -> list[ForkServer]:
-    """Start servers for the engine of this config, if this rank builds it; return none otherwise. Arguments as for
-    start_early.
+    """Start servers for the engine of this config, if this rank builds it; return none otherwise.
+
+    Arguments as for start_early.
     """
     node = expected_node(config, device, environment)
     if node is None:

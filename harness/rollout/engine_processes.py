@@ -128,8 +128,9 @@ def started_processes() -> Iterator[list[BaseProcess]]:
 def watch_processes(
     watched: Mapping[int, psutil.Process], on_death: Callable[[str, int, str], None]
 ) -> threading.Event:
-    """Call on_death(name, pid, signal_name) once, on a thread, when one of these is gone. Set the returned event to
-    stop.
+    """Call on_death(name, pid, signal_name) once, on a thread, when one of these is gone.
+
+    Set the returned event to stop.
     """
     stop = threading.Event()
     started = {child.pid: child for child in multiprocessing.active_children()}

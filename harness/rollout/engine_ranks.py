@@ -80,8 +80,9 @@ class Group:
 def gather_failures(
     group: Group, failure: Exception | None, give_up: Callable[[str], None] | None
 ) -> dict[int, str | None]:
-    """Return why the engine did not start, by world rank; None for a rank on which it did. A collective call of the
-    group.
+    """Return why the engine did not start, by world rank; None for a rank on which it did.
+
+    A collective call of the group.
 
     give_up: called on a thread, with a message, if this rank has a failure and others do not come here within
     ALONE_SECONDS. They may wait in SGLang's own start, for minutes, for the part of the engine that has failed here.
@@ -102,8 +103,9 @@ def gather_failures(
 
 
 def together(work: Callable[[], T], process_group: dist.ProcessGroup | None = None, what: str = "") -> T:
-    """Return what work() returns on this rank. If it fails on any rank, raise: its own error there, EngineFailed
-    elsewhere.
+    """Return what work() returns on this rank.
+
+    If it fails on any rank, raise: its own error there, EngineFailed elsewhere.
 
     A collective call of the group, and a barrier. PeerGone is the exception: it is raised at once, on its rank alone,
     because the other ranks may wait for the peer for ever. what: the start of EngineFailed's message.

@@ -34,8 +34,9 @@ FreeBytes = Callable[[], int]
 
 
 class WrongStage(ValueError):
-    """The caller released memory that is released, or resumed memory that is not. SGLang's scheduler would die of
-    it.
+    """The caller released memory that is released, or resumed memory that is not.
+
+    SGLang's scheduler would die of it.
     """
 
 
@@ -158,8 +159,9 @@ class MemoryStages:
             self.resume(*tags)
 
     def _measured(self, action: Action, tags: tuple[str, ...], expected: int | None) -> int:
-        """Release or resume; return the bytes that moved on this rank. Raise MemoryDidNotMove on every rank if one is
-        wrong.
+        """Release or resume; return the bytes that moved on this rank.
+
+        Raise MemoryDidNotMove on every rank if one is wrong.
         """
         assert self.free_bytes is not None, "with the memory saver, free_bytes is required"
         engine = self.engine

@@ -82,8 +82,9 @@ class SchedulerChannel:
         return self._together(partial(self._request, function, argument))
 
     def open(self) -> None:
-        """Connect anew. Returns when every scheduler has done all earlier calls: the connection is made by the last
-        one.
+        """Connect anew.
+
+        Returns when every scheduler has done all earlier calls: the connection is made by the last one.
 
         Raise EngineFailed on every rank if SGLang does not show a scheduler all its models: at once if it is the
         head's, for the others after CONNECT_SECONDS.
@@ -142,8 +143,9 @@ class SchedulerChannel:
         return result
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Return together(work). If this rank's scheduler has closed its connection, raise EngineFailed on this rank
-        alone.
+        """Return together(work).
+
+        If this rank's scheduler has closed its connection, raise EngineFailed on this rank alone.
         """
         try:
             return together(work, self._group.process_group)

@@ -45,8 +45,9 @@ class UpdateGroup:
         self._name = ""
 
     def broadcast(self, named_tensors: NamedTensors, flush_cache: bool) -> None:
-        """Send contiguous tensors under their checkpoint names in one call. Raise what the first failing side
-        raised.
+        """Send contiguous tensors under their checkpoint names in one call.
+
+        Raise what the first failing side raised.
         """
         if self._group is None:
             self._open()

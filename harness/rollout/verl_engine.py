@@ -184,8 +184,9 @@ class VerlEngine:
         return changes
 
     def _cpu_environment(self) -> dict[str, str]:
-        """Return SGLang's CPU mode. Each engine rank gets its trainer rank's cores, so that engines do not share
-        any.
+        """Return SGLang's CPU mode.
+
+        Each engine rank gets its trainer rank's cores, so that engines do not share any.
         """
         shared = cpu_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
         cores = shared["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
@@ -481,8 +482,9 @@ class VerlEngine:
             self.flush_cache()
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Free the GPU memory of some of "kv_cache", "weights" and "cuda_graph" (None: all). What the first two held is
-        lost.
+        """Free the GPU memory of some of "kv_cache", "weights" and "cuda_graph" (None: all).
+
+        What the first two held is lost.
         """
         self._become_idle()
         self._call("release_memory_occupation", tags=None if tags is None else list(tags))
@@ -515,8 +517,9 @@ class VerlEngine:
         self._channel.close()
 
     def call_engine(self, function: Callable[[Any], T]) -> T:
-        """Run function(sglang.Engine) on the head and return its value on every rank. For what no method here
-        offers.
+        """Run function(sglang.Engine) on the head and return its value on every rank.
+
+        For what no method here offers.
         """
         self.has_prefixes = True
         return self._on_head(lambda: function(self._engine))
@@ -542,8 +545,9 @@ class VerlEngine:
         return self._host.engine
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> None:
-        """Call a method of sglang.Engine on the head. Raise EngineRefused there, EngineFailed elsewhere, if it
-        fails.
+        """Call a method of sglang.Engine on the head.
+
+        Raise EngineRefused there, EngineFailed elsewhere, if it fails.
         """
         self._on_head(lambda: self._call_here(method, *arguments, **named))
 

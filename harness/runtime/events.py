@@ -21,8 +21,9 @@ PATIENCE_SECONDS = 10.0
 
 
 class ConsoleGone(OSError):
-    """Standard output is a closed pipe. Distinct from BrokenPipeError, which could be a lost connection to another
-    rank.
+    """Standard output is a closed pipe.
+
+    Distinct from BrokenPipeError, which could be a lost connection to another rank.
     """
 
 
@@ -54,8 +55,9 @@ class Console:
 
 
 class Gauge(Protocol):
-    """Measures memory by phase. Call `begin` at the start of one, then `end`, which returns the figures, or `give_up`
-    if it failed. Phases nest.
+    """Measures memory by phase.
+
+    Call `begin` at the start of one, then `end`, which returns the figures, or `give_up` if it failed. Phases nest.
     """
 
     def begin(self) -> None: ...
@@ -131,8 +133,9 @@ class EventLog:
 
     @contextmanager
     def phase(self, name: str, waiting_for: str = "") -> Iterator[None]:
-        """Mark a phase of the step. With `waiting_for`, the console prints every few seconds what a long one waits
-        for.
+        """Mark a phase of the step.
+
+        With `waiting_for`, the console prints every few seconds what a long one waits for.
         """
         started, step = time.monotonic(), self.step
         self.fact("phase_start", phase=name, step=step)

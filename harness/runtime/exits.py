@@ -26,8 +26,9 @@ def hard_exit(code: int) -> NoReturn:
 
 
 def end_failed(said: str, error: str, traceback: str, announce: Callable[[str, str], None]) -> NoReturn:
-    """Print what happened, announce the error, and end what this process has started and itself. Call it from any
-    thread.
+    """Print what happened, announce the error, and end what this process has started and itself.
+
+    Call it from any thread.
 
     said: lines for the screen. announce: called with error and traceback. If a watchdog observes the run, it ends this
     process in there, and later prints the run's first failure.

@@ -142,8 +142,9 @@ def _shown(value: str | None) -> str:
 
 
 class ForkServer:
-    """The client's end of a server, which is a child of this process. Use it from one thread: the server ends with
-    it.
+    """The client's end of a server, which is a child of this process.
+
+    Use it from one thread: the server ends with it.
     """
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
@@ -193,8 +194,9 @@ class ForkServer:
 
     @classmethod
     def handed_over(cls) -> "list[ForkServer]":
-        """Return the servers that this process was started with, or that it has handed over. A second call returns
-        none.
+        """Return the servers that this process was started with, or that it has handed over.
+
+        A second call returns none.
         """
         found = []
         for each in os.environ.pop(HANDED_OVER, "").split():
@@ -257,8 +259,9 @@ class ForkServer:
         return int(answer)
 
     def clone(self) -> "ForkServer":
-        """Return another server that has done the same imports: a fork of this one. Raise ServerGone if it cannot
-        fork.
+        """Return another server that has done the same imports: a fork of this one.
+
+        Raise ServerGone if it cannot fork.
         """
         if not self.imported().forks:
             raise ServerGone("the imports have initialized CUDA, so the process that did them cannot fork")
@@ -413,8 +416,9 @@ def _recording_reads() -> Iterator[set[str]]:
 
 
 def main(descriptor: int, client: int, modules: Sequence[str], first: str, argument: str) -> None:
-    """Import the modules and serve the client. In each forked process, do its task; then the interpreter ends as
-    usual.
+    """Import the modules and serve the client.
+
+    In each forked process, do its task; then the interpreter ends as usual.
     """
     _end_with(client)
     _prepare_titles()
@@ -461,8 +465,9 @@ def main(descriptor: int, client: int, modules: Sequence[str], first: str, argum
 
 
 def _serve(connection: socket.socket, answer: Imported | str) -> tuple[Task, list[int]]:
-    """Answer what was imported, then fork a process for each task. Return in that process; the server itself ends in
-    here.
+    """Answer what was imported, then fork a process for each task.
+
+    Return in that process; the server itself ends in here.
     """
     messages = Connection(os.dup(connection.fileno()))
     with suppress(OSError, EOFError):  # the client has gone
@@ -483,8 +488,9 @@ def _serve(connection: socket.socket, answer: Imported | str) -> tuple[Task, lis
 
 
 def _fork_for(client: Connection) -> bool:
-    """Fork a process that the client adopts, and tell the client its pid, or why there is none. Return whether this is
-    it.
+    """Fork a process that the client adopts, and tell the client its pid, or why there is none.
+
+    Return whether this is it.
 
     It goes on only when the client knows its pid: if this server is killed before, nothing runs that nobody knows of.
     """
@@ -518,8 +524,9 @@ def _fork_for(client: Connection) -> bool:
 
 
 def _fork_orphan(tells: int) -> None:
-    """Fork a process and end, so that the client becomes its parent. Write its pid, or why there is none. Return in
-    it.
+    """Fork a process and end, so that the client becomes its parent. Write its pid, or why there is none.
+
+    Return in it.
     """
     try:
         if pid := os.fork():

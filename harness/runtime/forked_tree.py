@@ -25,8 +25,9 @@ def run_forked_tree(
     env: Mapping[str, str],
     tick: Callable[[], None],
 ) -> processes.Ended:
-    """Fork a process that calls a function with the argument. Return once it has ended and everything it started is
-    gone.
+    """Fork a process that calls a function with the argument.
+
+    Return once it has ended and everything it started is gone.
 
     function: MODULE:FUNCTION, as in a Task. The process has a server of its own. It sees what run_tree()'s command
     sees, but the kernel shows the server's environment for it. Raise SupervisorKilled, ServerGone.

@@ -251,8 +251,9 @@ def _born_at(file: Path) -> float:
 
 
 def start_time(pid: int) -> float:
-    """Return when the process was started, in UNIX seconds, up to a tick too early. Raise ValueError if it has
-    ended.
+    """Return when the process was started, in UNIX seconds, up to a tick too early.
+
+    Raise ValueError if it has ended.
     """
     if not (fields := stat_fields(pid)):
         raise ValueError(f"process {pid} has ended")
@@ -406,8 +407,9 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def wake_on_time() -> None:
-    """Have the kernel end this thread's timed waits when they are due. By default it may add 0.05 ms to each, the timer
-    slack.
+    """Have the kernel end this thread's timed waits when they are due.
+
+    By default it may add 0.05 ms to each, the timer slack.
     """
     _prctl("PR_SET_TIMERSLACK", 1)  # ns
 

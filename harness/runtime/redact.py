@@ -65,8 +65,9 @@ def variables(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def values(given: Any, name: str = "") -> Any:
-    """Return a value of a config, and all that is in it, as it may be written. Tables stay tables, and lists stay
-    lists.
+    """Return a value of a config, and all that is in it, as it may be written.
+
+    Tables stay tables, and lists stay lists.
     """
     if isinstance(given, Mapping):
         return {key: values(each, key) for key, each in given.items()}

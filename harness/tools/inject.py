@@ -183,8 +183,9 @@ class Injector(Observer):
 
 
 class LateRank(Observer):
-    """Delays a rank at the start of a phase. Runs before the watchdog observes, which must not know of the phase
-    yet.
+    """Delays a rank at the start of a phase.
+
+    Runs before the watchdog observes, which must not know of the phase yet.
     """
 
     def __init__(self, injector: Injector) -> None:

@@ -52,8 +52,9 @@ CAUSAL_MODELS = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAM
 
 
 def check_plan(config: Config, *, whole_model: bool = True) -> Resolved:
-    """Resolve the config for a machine that may not be this one. Raise ValueError or UnsupportedEnvironment, one
-    sentence.
+    """Resolve the config for a machine that may not be this one.
+
+    Raise ValueError or UnsupportedEnvironment, one sentence.
 
     engine.device = "auto" counts as CUDA, which has more rules. A hub's model is looked up in the local cache only.
     whole_model: whether a model's folder must have the tokenizer and the weights too, and not only config.json.
@@ -62,8 +63,9 @@ def check_plan(config: Config, *, whole_model: bool = True) -> Resolved:
 
 
 def go_on_in_environment() -> None:
-    """Restart this script in the environment, if there is one and this Python lacks sglang. More can be checked
-    there.
+    """Restart this script in the environment, if there is one and this Python lacks sglang.
+
+    More can be checked there.
     """
     if importlib.util.find_spec("sglang") is None:
         environments.restart_in_environment()
@@ -140,8 +142,9 @@ def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
 
 
 def check_started(config: Config, script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Before a rank imports torch: check that torchrun started it, with as many ranks as the mesh has. Raise
-    ValueError.
+    """Before a rank imports torch: check that torchrun started it, with as many ranks as the mesh has.
+
+    Raise ValueError.
     """
     dims = ParallelDims.of(config.parallel)
     if "RANK" not in environment:
@@ -160,8 +163,9 @@ def check_rank(
     environment: Mapping[str, str],
     sections: Collection[str] = SECTIONS,
 ) -> None:
-    """Call check_started and, on the first rank of each host, check_here; rank 0 prints its warnings. Raise
-    ValueError.
+    """Call check_started and, on the first rank of each host, check_here; rank 0 prints its warnings.
+
+    Raise ValueError.
     """
     check_started(config, script, arguments, environment)
     if environment.get("LOCAL_RANK", "0") != "0":
@@ -209,8 +213,9 @@ def device_of(config: Config) -> Device:
 
 
 def count_rows(config: Config, on_hub: bool) -> tuple[int | None, str]:
-    """Return how many rows task.source has, or None and why they are not known. Raise ValueError for wrong rows and
-    rewards.
+    """Return how many rows task.source has, or None and why they are not known.
+
+    Raise ValueError for wrong rows and rewards.
     """
     task, validation = config.task, config.validation
     rows, why = read_rows(task.source, task.split, task.rows, task.rows_seed)
@@ -313,8 +318,9 @@ def check_safetensors(file: Path) -> None:
 
 
 def causal_model_types(transformers: source.SourceTree) -> frozenset[str] | None:
-    """Return every model_type that this transformers has a causal language model for; None if it lists them
-    elsewhere.
+    """Return every model_type for which this transformers has a causal language model.
+
+    None if this release keeps the list in another place.
     """
     path, name = CAUSAL_MODELS
     table = transformers.assigned(path).get(name)

@@ -80,8 +80,9 @@ class Actor(Learner):
         return Actor(model, self.config, self.mesh, self.device)
 
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, [B, T]; see policy_log_probs. In a replay tokens take the engine's
-        experts.
+        """Return log-probs and entropies, [B, T]; see policy_log_probs.
+
+        In a replay tokens take the engine's experts.
         """
         if not self._replays:
             return policy_log_probs(self, batch)

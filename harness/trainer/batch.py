@@ -79,8 +79,9 @@ class Batch:
 
 
 def from_sequences(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Batch:
-    """Return the batch of these token ids, padded on the right to the longest. There is one prompt for each
-    response.
+    """Return the batch of these token ids, padded on the right to the longest.
+
+    There is one prompt for each response.
     """
 
     def padded(rows: list[list[int]], value: int) -> Tensor:

@@ -31,8 +31,9 @@ class Critic(Learner):
         return values
 
     def update(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
-        """Update as Learner does, and add the metric explained_variance, of old_values. The batch needs old_values and
-        returns.
+        """Update as Learner does, and add the metric explained_variance, of old_values.
+
+        The batch needs old_values and returns.
         """
         metrics = super().update(batch, generator)
         old, returns = (batch.require(name).to(self.device, torch.float64) for name in ("old_values", "returns"))

@@ -30,8 +30,9 @@ LOSS_SCALE_STEP = 4.0
 
 
 class ShardedModel:
-    """A sharded model in one role. If it is offloaded, it has memory on the device only inside `on_device` and
-    `learning`.
+    """A sharded model in one role.
+
+    If it is offloaded, it has memory on the device only inside `on_device` and `learning`.
     """
 
     role: ClassVar[Literal["actor", "critic", "reference"]]
@@ -139,8 +140,8 @@ class Learner(ShardedModel):
     def step(self, batch: Batch, rows: Sequence[int] | None = None) -> dict[str, float]:
         """Take one optimizer step on these rows of all ranks' batches (None: all). A collective call.
 
-        Return metrics, and `tokens`, the response tokens that counted. If no rank has any, take no step and return
-        nothing. Every microbatch's gradient is reduced at once, so that no rank holds an unsharded gradient; the price
+        Return the step's metrics, and as `tokens` how many response tokens counted. If no rank has any, take no step
+        and return {}. Every microbatch's gradient is reduced at once, so that no rank holds an unsharded gradient; the price
         is one reduce-scatter for each microbatch. Raise FloatingPointError if the gradient is not finite. The model is
         then as before. In float16 the backward is first run again with smaller loss scales, because a gradient that
         overflows is finite with one of them.

@@ -7,8 +7,7 @@ of any dtype, nonzero where a token counts.
 import torch
 from torch import Tensor
 
-DUAL_CLIP = 3.0
-"""Bound on the loss where the advantage is negative, in advantages (arXiv 1912.09729; verl: clip_ratio_c)."""
+from harness.config.schema import DUAL_CLIP
 
 
 def share_of_mean(loss: Tensor, mask: Tensor, tokens: int) -> Tensor:

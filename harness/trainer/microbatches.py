@@ -115,8 +115,9 @@ def tokens_of(rows: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
 
 
 def partition(rows: Sequence[int], lengths: Sequence[int], count: int, packed: bool) -> list[Rows]:
-    """Cut rows into `count` parts of about as many tokens, the largest part first. No part is empty if there are enough
-    rows.
+    """Cut rows into `count` parts of about as many tokens, the largest part first.
+
+    No part is empty if there are enough rows.
 
     Greedy (Graham, 1969): the rows, longest first, each go to the part that is smallest so far. Without packing, the
     size of a part is what it would have with one row more, padded to its longest row, which is its first.

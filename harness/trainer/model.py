@@ -285,8 +285,9 @@ def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dty
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate the shards of a model on the device, without values. Buffers keep theirs; persistent ones become
-    float32.
+    """Allocate the shards of a model on the device, without values.
+
+    Buffers keep theirs; persistent ones become float32.
     """
     tied = tied_names(model)
     buffers = dict(model.named_buffers())

@@ -1,5 +1,6 @@
-"""Sums and means over the responses of all ranks, the same on every rank. Each function is a collective call of all
-ranks.
+"""Sums and means over the responses of all ranks, the same on every rank.
+
+Each function is a collective call of all ranks.
 """
 
 import torch

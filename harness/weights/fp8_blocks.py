@@ -146,8 +146,9 @@ class _Quantized:
 
     @classmethod
     def of_views(cls, of: str, views: Sequence[TensorView], tensor: torch.Tensor) -> "_Quantized":
-        """Lay the scales out. Raise ConfigError if the matrices are neither rows of the tensor nor each within one
-        row.
+        """Lay the scales out.
+
+        Raise ConfigError if the matrices are neither rows of the tensor nor each within one row.
         """
         width = RowShards.of(tensor).row_elements
         stacked = [_within_a_row(view, width) for view in views]
@@ -246,8 +247,9 @@ class Fp8BlockConverter:
             self._made[scale_name(of)] = _sharded_as(tensor, scales, shape) if quantized.stacked else scales
 
     def _find_scales(self, sources: Mapping[str, torch.Tensor]) -> None:
-        """Fill the scales. Of matrices that are cut by rows, all ranks' largest values are combined in one
-        collective.
+        """Fill the scales.
+
+        Of matrices that are cut by rows, all ranks' largest values are combined in one collective.
         """
         for of, quantized in self._quantized.items():
             amax, part = local(self._made[scale_name(of)]).zero_(), local(sources[of])
@@ -275,6 +277,7 @@ class Fp8BlockConverter:
 
 def _combine(amax: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Raise each rank's largest values of blocks, float32 [blocks] of each source, to those of all ranks.
+
     Collective.
     """
     sharded = next((source for source in sources if isinstance(source, DTensor)), None)

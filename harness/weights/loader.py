@@ -12,8 +12,9 @@ from harness.weights.worker.coverage import LoadCoverage
 
 @dataclass(slots=True)
 class EngineLoader:
-    """The traced loaders of one engine's schedulers. Every method is a collective call of all ranks, and needs
-    can_ask.
+    """The traced loaders of one engine's schedulers.
+
+    Every method is a collective call of all ranks, and needs can_ask.
     """
 
     engine: RolloutEngine
@@ -61,8 +62,9 @@ class EngineLoader:
         return {place: by_rank[rank] for place, rank in enumerate(self.engine.group.ranks)}
 
     def poison(self, number: int) -> list[str]:
-        """Overwrite all that sync `number` is to fill; return the engine's tensors that cannot be. See
-        worker/poison.py.
+        """Overwrite all that sync `number` is to fill; return the engine's tensors that cannot be.
+
+        See worker/poison.py.
         """
         self.trace_once()
         self.engine.flush_cache()  # SGLang must be idle

@@ -154,8 +154,9 @@ class Allowed:
 
 
 def merge(differences: Sequence[LogProbDifference]) -> LogProbDifference:
-    """Merge several rollouts into one. Mean, bulk and k3 are averaged, weighted by tokens; of the rest the worst
-    counts.
+    """Merge several rollouts into one.
+
+    Mean, bulk and k3 are averaged, weighted by tokens; of the rest the worst counts.
     """
     tokens = sum(each.tokens for each in differences)
     return LogProbDifference(

@@ -28,6 +28,7 @@ class WeightsRefused(ValueError):
 
 def check_shards(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise WeightsRefused on every rank if a shard is missing or ranks differ in a name, shape or dtype.
+
     Collective.
     """
     mine = {name: (tuple(tensor.shape), str(tensor.dtype), _missing_rows(tensor)) for name, tensor in tensors.items()}
@@ -370,8 +371,9 @@ def _box(view: TensorView, offset: int, steps: Sequence[tuple[int, int]]) -> tup
 
 
 def _on_grid(boxes: Sequence[tuple[tuple[int, int], ...]]) -> int:
-    """Return how many elements are in at least one box. The edges of all boxes cut each axis; a cell is read whole or
-    not.
+    """Return how many elements are in at least one box.
+
+    The edges of all boxes cut each axis; a cell is read whole or not.
     """
     edges = [sorted({edge for box in boxes for edge in box[axis]}) for axis in range(len(boxes[0]))]
     at = [{edge: number for number, edge in enumerate(axis)} for axis in edges]

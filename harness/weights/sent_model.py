@@ -27,7 +27,7 @@ class SentModel:
     converter: Converter
     """What is sent."""
     unquantized: Converter | None = None
-    """What would be sent if the converter did not quantize it; None if it does not."""
+    """The converter without its quantization; None if it does not quantize."""
     dtype: torch.dtype | None = None
     """The engine's, to which parameters are cast on their way; None: they are sent as the model has them."""
     draft_layer: DraftLayer = NO_DRAFT_LAYER

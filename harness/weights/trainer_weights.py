@@ -55,8 +55,9 @@ class TrainerWeights:
         return sum(view.nbytes for view in self.layout)
 
     def gather(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-        """Return the bucket's tensors, full and contiguous, under their checkpoint names. A collective call of all
-        ranks.
+        """Return the bucket's tensors, full and contiguous, under their checkpoint names.
+
+        A collective call of all ranks.
         """
         return bucket.named_tensors(self.gather_buffer(bucket))
 

@@ -1,5 +1,7 @@
-"""Run by torchrun on two GPUs: the memory stages of a real engine, in every order, and with a saver that is off. Rank 0
-writes what each rank saw as JSON. Arguments: folder."""
+"""Run by torchrun on two GPUs: the memory stages of a real engine, in every order, and with a saver that is off.
+
+Rank 0 writes what each rank saw as JSON. Arguments: folder.
+"""
 
 import itertools
 import json

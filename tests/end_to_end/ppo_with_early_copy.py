@@ -1,7 +1,6 @@
 """launch/ppo.py with one fault: a projection of the engine copies its weight as the engine starts. For tests only."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,6 @@ KEEPS = "model.layers.0.self_attn.qkv_proj"
 
 def copy_at_the_start() -> None:
     """Have every engine that starts keep the copy, as one does that captures CUDA graphs."""
-    from harness.runtime.cpu_standins import activate
-
-    activate()
     import torch
 
     import harness.build
@@ -33,11 +29,6 @@ def copy_at_the_start() -> None:
 
 
 if __name__ == "__main__":
-    from harness.run import run
-    from harness.tools.command_line import parse
-    from harness.tools.observers import standard_observers
+    from tests.end_to_end.planted import run_with
 
-    config = parse(sys.argv[1:]).config
-    config = replace(config, engine=replace(config.engine, args=config.engine.args | {"custom_weight_loader": [KEEP]}))
-    copy_at_the_start()
-    sys.exit(run(config, standard_observers(config)))
+    run_with(copy_at_the_start, custom_weight_loader=[KEEP])

@@ -1,5 +1,7 @@
-"""launch/ppo.py with one fault: a layer of the engine computes with a hidden copy of its first weight. For tests
-only."""
+"""launch/ppo.py with one fault: a layer of the engine computes with a hidden copy of its first weight.
+
+For tests only.
+"""
 
 import sys
 from pathlib import Path
@@ -12,9 +14,6 @@ LAYER = "model.layers.1.mlp.down_proj"
 
 def hide_a_copy() -> None:
     """Have every engine make the copy at its first forward pass."""
-    from harness.runtime.cpu_standins import activate
-
-    activate()
     import torch
 
     from harness.rollout.verl_engine import VerlEngine
@@ -30,10 +29,6 @@ def hide_a_copy() -> None:
 
 
 if __name__ == "__main__":
-    from harness.run import run
-    from harness.tools.command_line import parse
-    from harness.tools.observers import standard_observers
+    from tests.end_to_end.planted import run_with
 
-    config = parse(sys.argv[1:]).config
-    hide_a_copy()
-    sys.exit(run(config, standard_observers(config)))
+    run_with(hide_a_copy)

@@ -10,9 +10,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 def plant() -> None:
     """Replace the advantages of rank 1 by an exception."""
-    from harness.runtime.cpu_standins import activate
-
-    activate()
     from harness import learning
 
     def fail(*_: Any) -> Any:
@@ -23,10 +20,6 @@ def plant() -> None:
 
 
 if __name__ == "__main__":
-    from harness.run import run
-    from harness.tools.command_line import parse
-    from harness.tools.observers import standard_observers
+    from tests.end_to_end.planted import run_with
 
-    config = parse(sys.argv[1:]).config
-    plant()
-    sys.exit(run(config, standard_observers(config)))
+    run_with(plant)

@@ -9,9 +9,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 def leave_out_the_draft() -> None:
     """Drop what only the draft model loads, the tensors of the MTP layer, from every update call."""
-    from harness.runtime.cpu_standins import activate
-
-    activate()
     import torch
 
     from harness.rollout.verl_engine import VerlEngine
@@ -30,10 +27,6 @@ def leave_out_the_draft() -> None:
 
 
 if __name__ == "__main__":
-    from harness.run import run
-    from harness.tools.command_line import parse
-    from harness.tools.observers import standard_observers
+    from tests.end_to_end.planted import run_with
 
-    config = parse(sys.argv[1:]).config
-    leave_out_the_draft()
-    sys.exit(run(config, standard_observers(config)))
+    run_with(leave_out_the_draft)

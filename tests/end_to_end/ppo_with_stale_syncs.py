@@ -1,8 +1,11 @@
-"""launch/ppo.py with one fault: from sync STALE_FROM on (0 is the first one), no sync does anything, or says so. For
-tests only."""
+"""launch/ppo.py with one fault: from sync STALE_FROM on (0 is the first one), no sync does anything, or says so.
+
+For tests only.
+"""
 
 import os
 import sys
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -11,12 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 def do_nothing_from(first: int) -> None:
     """Let WeightSync.update_engine return at once from this call on."""
-    import torch
-
-    from harness.runtime.cpu_standins import activate
-
-    if not torch.cuda.is_available():
-        activate()
     from harness.weights.sync import WeightSync
 
     update_engine, calls = WeightSync.update_engine, count()
@@ -29,10 +26,6 @@ def do_nothing_from(first: int) -> None:
 
 
 if __name__ == "__main__":
-    from harness.run import run
-    from harness.tools.command_line import parse
-    from harness.tools.observers import standard_observers
+    from tests.end_to_end.planted import run_with
 
-    config = parse(sys.argv[1:]).config
-    do_nothing_from(int(os.environ["STALE_FROM"]))
-    sys.exit(run(config, standard_observers(config)))
+    run_with(partial(do_nothing_from, int(os.environ["STALE_FROM"])))

@@ -1,5 +1,7 @@
-"""launch/ppo.py with one fault: SGLang's own update call is never given model.layers.1.mlp.up_proj.weight. For tests
-only."""
+"""launch/ppo.py with one fault: SGLang's own update call is never given model.layers.1.mlp.up_proj.weight.
+
+For tests only.
+"""
 
 import sys
 from pathlib import Path
@@ -13,9 +15,6 @@ FORGOTTEN = "model.layers.1.mlp.up_proj.weight"
 
 def forget() -> None:
     """Leave the tensor out of what is sent, but not out of what is planned, read back or saved."""
-    from harness.runtime.cpu_standins import activate
-
-    activate()
     from harness.weights.trainer_weights import TrainerWeights
     from harness.weights.transports import TensorTransport
 
@@ -34,10 +33,6 @@ def forget() -> None:
 
 
 if __name__ == "__main__":
-    from harness.run import run
-    from harness.tools.command_line import parse
-    from harness.tools.observers import standard_observers
+    from tests.end_to_end.planted import run_with
 
-    config = parse(sys.argv[1:]).config
-    forget()
-    sys.exit(run(config, standard_observers(config)))
+    run_with(forget)

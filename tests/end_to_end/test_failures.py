@@ -89,8 +89,10 @@ def starve() -> Iterator[Callable[[int], None]]:
 
 
 def memory_cgroup(name: str) -> tuple[Path, Path, Path]:
-    """Make a group; return its folder and the files of its limit and of what it uses. Skip the test if none can be
-    made."""
+    """Make a group; return its folder and the files of its limit and of what it uses.
+
+    Skip the test if none can be made.
+    """
     for parent, limit, usage in CGROUPS:
         group = parent / name
         with suppress(OSError):

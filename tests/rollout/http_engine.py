@@ -1,5 +1,6 @@
-"""HttpEngine: a RolloutEngine behind HTTP. It starts SGLang's own server on the CPU and speaks to it by its public
-endpoints.
+"""HttpEngine: a RolloutEngine behind HTTP.
+
+It starts SGLang's own server on the CPU and speaks to it by its public endpoints.
 
 The trainer, the sync and the PPO step run with it as they are: run(config, engine_class=HttpEngine). It cannot be asked
 (its schedulers are nobody's children here), so log-probs alone show whether weights arrived.
@@ -50,8 +51,10 @@ class HttpEngine:
     can_ask = False
 
     def __init__(self, device_mesh_cpu: DeviceMesh, *, log_dir: Path, base_port: int = 30000, **arguments: Any) -> None:
-        """Start the server; return on every rank when it serves. Takes VerlEngine's arguments, and uses some of
-        them."""
+        """Start the server; return on every rank when it serves.
+
+        Takes VerlEngine's arguments, and uses some of them.
+        """
         activate()
         self.group = Group.of(device_mesh_cpu)
         self._api = sglang_api.probe()

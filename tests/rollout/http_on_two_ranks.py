@@ -1,5 +1,7 @@
-"""http_on_two_ranks.py FOLDER: run by torchrun. One server of tp 2, updated in every way; rank 0 writes what was
-seen."""
+"""http_on_two_ranks.py FOLDER: run by torchrun.
+
+One server of tp 2, updated in every way; rank 0 writes what was seen.
+"""
 
 import json
 import sys

@@ -77,8 +77,10 @@ def test_aborted_responses_are_marked_and_lose_their_tokens_where_that_is_asked_
 def test_log_probs_that_are_not_those_of_the_answer_s_own_tokens_are_an_error(
     reason: str, changed: Any, told: Any, said: str
 ) -> None:
-    """sglang#20799 had log-probs of tokens after the length limit. An aborted answer that is trained on must be right
-    too."""
+    """sglang#20799 had log-probs of tokens after the length limit.
+
+    An aborted answer that is trained on must be right too.
+    """
     good = answer({"type": reason}, (-0.5, 7, None), (-1.5, 9, None), (0.0, 4, None))
     read_responses([good], "train")
     with pytest.raises(EngineFailed, match=f"^SGLang's answer 1 .*{said}"):

@@ -1,5 +1,7 @@
-"""Small source trees stand for the oldest and the newest release of sglang that are supported. RecordingEngine stands
-for an engine where only the calls made on it matter. test_real_engine.py builds a real engine."""
+"""Small source trees stand for the oldest and the newest release of sglang that are supported.
+
+RecordingEngine stands for an engine where only the calls made on it matter. test_real_engine.py builds a real engine.
+"""
 
 import ast
 import importlib.util

@@ -11,8 +11,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def torchrun(worker: str, ranks: int, out: Path, *arguments: str) -> dict[str, Any]:
-    """The JSON that tests/trainer/<worker> wrote to `out`, its first argument. Fails with the workers' output if they
-    fail.
+    """The JSON that tests/trainer/<worker> wrote to `out`, its first argument.
+
+    Fails with the workers' output if they fail.
     """
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo",

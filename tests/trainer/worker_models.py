@@ -1,5 +1,6 @@
-"""Two ranks measure sharded models against whole ones. Arguments: file for the measurements, folder for the tiny
-models.
+"""Two ranks measure sharded models against whole ones.
+
+Arguments: file for the measurements, folder for the tiny models.
 """
 
 import json

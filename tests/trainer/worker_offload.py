@@ -1,5 +1,7 @@
-"""Two ranks train with everything on the device, and with each thing offloaded. Arguments: file for the results, folder
-for the model's config."""
+"""Two ranks train with everything on the device, and with each thing offloaded.
+
+Arguments: file for the results, folder for the model's config.
+"""
 
 import hashlib
 import json

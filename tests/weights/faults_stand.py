@@ -159,8 +159,10 @@ class Stand:
         return [*raised, *found, *(f"touched: {name}" for name in sorted({name for each in touched for name in each}))]
 
     def hook(self, path: str, text: str) -> None:
-        """Break every scheduler, or repair it; see faults_in_scheduler.py. The next ask waits until each has done
-        it."""
+        """Break every scheduler, or repair it; see faults_in_scheduler.py.
+
+        The next ask waits until each has done it.
+        """
         self.engine.update_weights_from_tensor([(text, torch.zeros(1))], load_format=path)
         self.engine.disconnect()
 

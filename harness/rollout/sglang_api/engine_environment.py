@@ -25,8 +25,9 @@ NEGATED = re.compile(r"not \w+\.(\w+)")
 
 
 def memory_imbalance_environment() -> dict[str, str | None]:
-    """Return what lets an engine start next to a trainer that already uses memory on some GPUs. None removes a
-    variable.
+    """Return what lets an engine start next to a trainer that already uses memory on some GPUs.
+
+    None removes a variable.
 
     The old names must be absent: up to 0.5.17 SGLang copies the value of SGL_DISABLE_... into SGLANG_ENABLE_...
     unchanged, so that "disable = true" enables the check.

@@ -73,8 +73,9 @@ def continue_generation(engine: Engine) -> None:
 
 
 def set_weight_version(engine: Engine, version: str) -> None:
-    """Name the weights that the engine holds. Engine's own update methods take no version, though the requests they
-    make do.
+    """Name the weights that the engine holds.
+
+    Engine's own update methods take no version, though the requests they make do.
 
     Newer releases tell the schedulers, and each answer has the versions of all its tokens (meta_info.weight_versions).
     Before, only the tokenizer manager knows it, and an answer has the version at its end.

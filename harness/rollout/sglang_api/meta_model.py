@@ -53,8 +53,9 @@ class MetaRank(NamedTuple):
 
 
 def prepare_import(folder: Path, draft: bool = False) -> None:
-    """Have SGLang import the classes of this model alone, and not its two hundred others. Call it before sglang is
-    imported.
+    """Have SGLang import the classes of this model alone, and not its two hundred others.
+
+    Call it before sglang is imported.
 
     folder: with config.json. draft: also those of draft models, because only SGLang knows which one it is. Raise
     UnsupportedEnvironment if this release has no class of that architecture.
@@ -79,8 +80,9 @@ def _models() -> Path:
 
 
 def import_all(folder: Path) -> None:
-    """Import what build_on_meta needs. SGLang's modules make tensors when they are imported, so never below a device
-    mode.
+    """Import what build_on_meta needs.
+
+    SGLang's modules make tensors when they are imported, so never below a device mode.
 
     Raise UnsupportedEnvironment if SGLang, or its class that config.json names, cannot be imported here. Without the
     class SGLang itself would log that and take a class of transformers.
@@ -246,8 +248,9 @@ def _module(name: str) -> Any:
 
 
 def _join_fake_groups(rank: int, world: int) -> None:
-    """Make every process group of this process a fake one. That lasts for the life of the process, which builds one
-    rank.
+    """Make every process group of this process a fake one.
+
+    That lasts for the life of the process, which builds one rank.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -306,8 +306,9 @@ def _with_place(made: Attempt) -> str:
 
 
 def write_report(state: State, answer: Answer, folder: Path) -> str:
-    """Write report.md without secrets, and each environment's pins. Return the answer in a few lines. Raises
-    OSError.
+    """Write report.md without secrets, and each environment's pins. Return the answer in a few lines.
+
+    Raises OSError.
     """
     for record in (each for each in state.records if each.attempts):
         file = _freeze_file(folder, record.name)
@@ -410,8 +411,9 @@ def _upstream(state: State, before: Record, after: Record) -> Iterator[str]:
 
 
 def _packages(old: Mapping[str, str], new: Mapping[str, str], trace: Traceback | None, package: str) -> Iterator[str]:
-    """Yield the packages that differ. The suspect is the one in whose code the traceback ends, else the candidate's
-    own.
+    """Yield the packages that differ.
+
+    The suspect is the one in whose code the traceback ends, else the candidate's own.
     """
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if not old or not new or not changed:

@@ -132,8 +132,9 @@ def resume(folder: Path, then_git: str) -> int:
 
 
 def _checkout(given: str) -> str:
-    """Return the absolute path of the checkout that --then-git names, or "" if it is not given. Raises
-    WrongQuestion.
+    """Return the absolute path of the checkout that --then-git names, or "" if it is not given.
+
+    Raises WrongQuestion.
     """
     if not given:
         return ""
@@ -477,8 +478,9 @@ class Bisection:
         )
 
     def _limit(self) -> float:
-        """Return the most seconds of a run; 0 for none. By default a run that hangs must not stop an unattended
-        bisect.
+        """Return the most seconds of a run; 0 for none.
+
+        By default a run that hangs must not stop an unattended bisect.
         """
         given, good_end = self.state.question.options.timeout, self.state.good_end
         if given != AUTO:

@@ -230,8 +230,9 @@ def files_of_page(text: str, is_json: bool) -> list[Mapping[str, Any]]:
 
 
 def _files_of_index(index: str, package: str) -> list[Mapping[str, Any]]:
-    """Return a package's files; none if the index does not have it. Raises Pause, which does not show the index's
-    login.
+    """Return a package's files; none if the index does not have it.
+
+    Raises Pause, which does not show the index's login.
     """
     address = f"{index.rstrip('/')}/{canonicalize_name(package)}/"
     try:
@@ -357,8 +358,9 @@ def git(checkout: Path, *arguments: str) -> str:
 
 
 def git_lines(checkout: Path, *arguments: str) -> list[str]:
-    """Return the lines that git prints. Not by splitlines, because a subject may hold other separators, such as
-    U+2028.
+    """Return the lines that git prints.
+
+    Not by splitlines, because a subject may hold other separators, such as U+2028.
     """
     return [line for line in git(checkout, *arguments).split("\n") if line]
 

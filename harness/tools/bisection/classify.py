@@ -93,8 +93,9 @@ class Run:
 
 
 def run_once(run: Run, beat: Callable[[], None] | None = None) -> Attempt:
-    """Run the command and classify it. beat: called twice a second. Raises Pause if the script asks to stop,
-    OSError.
+    """Run the command and classify it. beat: called twice a second.
+
+    Raises Pause if the script asks to stop, OSError.
     """
     question, environment, log = run.question, run.environment, run.folder / LOG
     run.folder.mkdir(FOLDER_MODE, parents=True)

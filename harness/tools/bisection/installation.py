@@ -169,8 +169,9 @@ def _ask_uv(words: Sequence[str], stdin: str = "") -> str:
 
 
 def _install_by_uv(words: Sequence[str], folder: Path) -> None:
-    """Run `uv WORDS` with its output in folder/install.log. If this process dies, uv ends too. Raises Unavailable,
-    Pause.
+    """Run `uv WORDS` with its output in folder/install.log. If this process dies, uv ends too.
+
+    Raises Unavailable, Pause.
     """
     log, command = folder / "install.log", [uv_binary(), *words, "--color", "never"]
     with log.open("wb") as output:
@@ -475,8 +476,9 @@ def _held(question: Question) -> tuple[str, ...]:
 
 
 def _published(requirement: str) -> str:
-    """Return when the release that a requirement pins was published; "" if it pins none. Raises WrongQuestion,
-    Pause.
+    """Return when the release that a requirement pins was published; "" if it pins none.
+
+    Raises WrongQuestion, Pause.
     """
     asked = Requirement(requirement)
     pins = [each.version for each in asked.specifier if each.operator in ("==", "===")]

@@ -184,8 +184,9 @@ def _check_command(question: Question) -> None:
 
 
 def script_of(question: Question) -> Path | None:
-    """Return the Python script that the command runs, if it runs one. Raises WrongQuestion if the file does not
-    exist.
+    """Return the Python script that the command runs, if it runs one.
+
+    Raises WrongQuestion if the file does not exist.
     """
     first, *rest = question.command
     named = first if first.endswith(".py") else ""

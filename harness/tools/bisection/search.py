@@ -1,5 +1,6 @@
-"""Which candidate to run next, and what the verdicts so far show. Pure functions over candidates 0 to n - 1, oldest
-first.
+"""Which candidate to run next, and what the verdicts so far show.
+
+Pure functions over candidates 0 to n - 1, oldest first.
 
 This is the binary search of `git bisect`: what cannot be classified is stepped over. git itself is not used for it,
 because it can neither tell two failures apart nor find several edges.

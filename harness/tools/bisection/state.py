@@ -1,5 +1,6 @@
-"""All that a bisect knows, in one JSON file next to the logs of the runs. It is replaced as a whole after every
-verdict.
+"""All that a bisect knows, in one JSON file next to the logs of the runs.
+
+It is replaced as a whole after every verdict.
 """
 
 import fcntl
@@ -163,8 +164,9 @@ def load_state(folder: Path) -> State:
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """Lock it until every process that has inherited the file closes it. Raises WrongQuestion if another bisect has
-    it.
+    """Lock it until every process that has inherited the file closes it.
+
+    Raises WrongQuestion if another bisect has it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(FOLDER_MODE, exist_ok=True)

@@ -1,5 +1,6 @@
-"""One examination of a job, rank by rank: meet, report facts, measure links, report them, judge. Every wait has an
-end.
+"""One examination of a job, rank by rank: meet, report facts, measure links, report them, judge.
+
+Every wait has an end.
 """
 
 import contextlib

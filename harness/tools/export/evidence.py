@@ -26,8 +26,9 @@ COMPARED = ("python", "torch", "sglang", "transformers")
 
 
 def gather(subject: Subject, bisect: str) -> Evidence:
-    """Return the evidence. bisect: its folder, or "" for the one in which the run was made, if any. Raises
-    ValueError.
+    """Return the evidence. bisect: its folder, or "" for the one in which the run was made, if any.
+
+    Raises ValueError.
     """
     failed = subject.seen is not None and bool(subject.seen.code)
     finding = diagnose(log_files([subject.words[0]])).finding if failed else None

@@ -483,8 +483,9 @@ def printable(line: str) -> str:
 
 
 def _wrapped(lines: Iterable[str]) -> list[str]:
-    """Return them in ASCII and in rows of WIDTH. What is indented by four spaces is to be pasted, and stays in one
-    row.
+    """Return them in ASCII and in rows of WIDTH.
+
+    What is indented by four spaces is to be pasted, and stays in one row.
     """
     rows = []
     for line in lines:

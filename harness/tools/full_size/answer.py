@@ -248,8 +248,9 @@ def find_answer(name: str, options: Options, question: Question, started: float,
 
 
 def _names_sent(question: Question, dtype: torch.dtype) -> TrainerNames:
-    """Return what the trainer sends. Raise UnsupportedEnvironment, and ConfigError for fields that transformers
-    refuses.
+    """Return what the trainer sends.
+
+    Raise UnsupportedEnvironment, and ConfigError for fields that transformers refuses.
     """
     try:
         return trainer_names(question.folder, dtype, question.precision)

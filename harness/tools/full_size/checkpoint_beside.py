@@ -90,8 +90,9 @@ def compare_checkpoint(
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint by name. Only headers are read. Raise ConfigError for a file that is
-    broken.
+    """Return the tensors of a checkpoint by name. Only headers are read.
+
+    Raise ConfigError for a file that is broken.
     """
     index = folder / INDEX
     named: Mapping[str, str] = _json(index.read_bytes(), index).get("weight_map", {}) if index.is_file() else {}

@@ -20,8 +20,9 @@ SUFFIX = {"--json": ".json", "--page": ".html"}
 
 
 def run(name: str, options: Options, words: Sequence[str] = ()) -> int:
-    """Print the verdict and return the exit code. words: keys of a run's config. Raise ConfigError,
-    UnsupportedEnvironment.
+    """Print the verdict and return the exit code. words: keys of a run's config.
+
+    Raise ConfigError, UnsupportedEnvironment.
     """
     for option, file in (("--json", options.json), ("--page", options.page)):
         if file:

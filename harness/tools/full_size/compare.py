@@ -1,8 +1,8 @@
 """The same question to two releases of SGLang: which names arrive in one and not in the other, and what their engines
 hold.
 
-Two answers are compared as the tables that --json writes. What differs is said once for all layers, experts and ranks
-that have it in common.
+Both answers are compared in the form that --json writes. A difference that layers, experts or ranks share is reported
+once.
 """
 
 import json

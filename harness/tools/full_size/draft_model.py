@@ -121,8 +121,9 @@ def one_layer_of_each_kind(groups: Iterable[FusingGroup]) -> list[list[FusingGro
 
 
 def mtp_names(folder: Path) -> MtpNames:
-    """Return how the model's checkpoint names its MTP layer. Raise ConfigError if it has none, UnsupportedEnvironment
-    if unknown.
+    """Return how the model's checkpoint names its MTP layer.
+
+    Raise ConfigError if it has none, UnsupportedEnvironment if unknown.
     """
     architecture = _fields(folder)["architectures"][0]
     if architecture not in FAMILIES:

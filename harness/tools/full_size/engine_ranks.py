@@ -229,8 +229,9 @@ def _but_for_its_number(rank: EngineRank) -> str:
 
 
 def _with_layers_of_nobody(ranks: list[EngineRank], layers: Layers) -> list[EngineRank]:
-    """Add to the first rank, as ignored, the layers that no rank holds. One rank of each stage was given them, and
-    ignored them.
+    """Add to the first rank, as ignored, the layers that no rank holds.
+
+    One rank of each stage was given them, and ignored them.
     """
     held = frozenset().union(*(each.held_layers | each.layers for each in ranks))
     groups = [group for layer in sorted(layers.keys() - held - {NO_LAYER}) for group in layers[layer]]
@@ -439,8 +440,9 @@ def _names_of(groups: Iterable[FusingGroup]) -> set[str]:
 def _untouched_experts(
     parameters: Mapping[str, torch.Tensor], missing: Mapping[str, tuple[int, int]], trace: LoaderTrace
 ) -> Iterator[tuple[str, int]]:
-    """Yield parameters of experts, and how many of their experts nothing is written of. Their first axis is the
-    experts.
+    """Yield parameters of experts, and how many of their experts nothing is written of.
+
+    Their first axis is the experts.
     """
     unfilled = {
         storage(parameters[name]): name for name, (count, _) in missing.items() if count and ".experts." in name

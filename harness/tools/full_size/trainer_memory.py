@@ -69,8 +69,9 @@ class Repeats:
 
 
 def repeats_of(kinds: Sequence[Any]) -> Repeats:
-    """Return which layers to execute for layers of these kinds. Without a period that repeats, all of them, and none
-    more.
+    """Return which layers to execute for layers of these kinds.
+
+    Without a period that repeats, all of them, and none more.
     """
     count = len(kinds)
     for period in range(1, count // (STEADY + 1) + 1):

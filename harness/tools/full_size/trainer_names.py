@@ -142,8 +142,9 @@ def trainer_names(folder: Path, dtype: torch.dtype, precision: RolloutPrecision 
 
 
 def _model_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Return the trainer's model. Raise UnsupportedEnvironment with transformers' own words if this release cannot
-    build it.
+    """Return the trainer's model.
+
+    Raise UnsupportedEnvironment with transformers' own words if this release cannot build it.
     """
     try:
         with torch.device("meta"):

@@ -20,8 +20,9 @@ RANGES = {"hosts": (1, 250), "ranks-per-host": (0, 1024), "interfaces": (1, 8)}
 
 @dataclass(kw_only=True)
 class HostsOptions:
-    """Emulated hosts on this machine, which share its visible GPUs evenly. The script and its arguments follow after
-    --.
+    """Emulated hosts on this machine, which share its visible GPUs evenly.
+
+    The script and its arguments follow after --.
     """
 
     hosts: int = 2

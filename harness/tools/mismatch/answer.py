@@ -124,8 +124,9 @@ class Answer:
         return max(self.difference.mean, self.prefill.mean, *measured)
 
     def share(self, source: Source) -> float:
-        """Return the share of the mean difference that is gone without this source. Of an infinite one it is all or
-        nothing.
+        """Return the share of the mean difference that is gone without this source.
+
+        Of an infinite one it is all or nothing.
         """
         if math.isinf(self.total):  # a log-prob is no number, or infinite
             return float(bool(source.before and source.after) and source.removed == math.inf)

@@ -213,9 +213,7 @@ class Baseline:
         return ours, theirs
 
     def exact_router_of_engine(self, engine: RolloutEngine) -> list[Source]:
-        """Have the routers of the run's own engine compute in float32, and score the same tokens; none without
-        routers.
-        """
+        """Switch the engine's routers to float32 and score the same tokens; return [] if that cannot be done."""
         dtype = self.run.config.model.dtype
         if dtype == "float32" or not self.has_routers or not engine.can_ask:
             return []

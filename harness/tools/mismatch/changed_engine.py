@@ -37,8 +37,9 @@ class CannotBeMeasured(Exception):
 
 
 class Death:
-    """What this rank knows of the death of a process of a changed engine. Call it with the message: it is an
-    on_death.
+    """What this rank knows of the death of a process of a changed engine.
+
+    Call it with the message: it is an on_death.
     """
 
     def __init__(self) -> None:

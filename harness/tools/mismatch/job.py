@@ -89,8 +89,9 @@ def without_learning(config: Config) -> Config:
 
 
 def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
-    """Have the engine generate, and score the same tokens in every way. Return the scores, and the sequences of all
-    ranks.
+    """Have the engine generate, and score the same tokens in every way.
+
+    Return the scores, and the sequences of all ranks.
 
     Raise Found if the engine scores other tokens than it was given.
     """

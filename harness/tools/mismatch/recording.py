@@ -69,8 +69,9 @@ class Recorder:
         return enters
 
     def _is_given_choices(self, name: str) -> Any:
-        """Record which experts were chosen, from what the experts receive. In transformers 5.12 the block chooses, not
-        the router.
+        """Record which experts were chosen, from what the experts receive.
+
+        In transformers 5.12 the block chooses, not the router.
         """
         parent = name.rpartition(".")[0]
 

@@ -123,8 +123,9 @@ def start_exact_routers(model: nn.Module, _: object) -> None:
 
 
 def stop_exact_routers(model: nn.Module, _: object) -> tuple[int, float]:
-    """Undo start_exact_routers. Return how often the routers were called, and how far their own scores were from
-    float32's.
+    """Undo start_exact_routers.
+
+    Return how often the routers were called, and how far their own scores were from float32's.
     """
     exactness: Exactness = getattr(model, EXACT)
     exactness.stop()

@@ -41,8 +41,9 @@ class Span:
 
 
 def write_trace(folder: Path, events: Sequence[Event], ended: float = 0.0) -> Path:
-    """Write trace.json into the run directory, one event in each line, and return its path. For the arguments see
-    spans.
+    """Write trace.json into the run directory, one event in each line, and return its path.
+
+    For the arguments see spans.
     """
     file = folder / TRACE
     replace_file(file, _json_lines(trace_events(events, ended)))

@@ -50,8 +50,9 @@ def make_reward(name: str, rows: Iterable[Row]) -> Reward:
 
 
 def check_reward(name: str, rows: Iterable[Row]) -> None:
-    """Raise ValueError for a reward that does not exist, or that cannot score one of the rows. Do not import a user's
-    own.
+    """Raise ValueError for a reward that does not exist, or that cannot score one of the rows.
+
+    Do not import a user's own.
     """
     if name not in (*REWARDS, *HANDED_IN):
         _check_own(name)

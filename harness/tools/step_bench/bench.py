@@ -78,8 +78,9 @@ class StepBench:
     json: str
 
     def __call__(self, run: RunContext) -> str:
-        """Run the steps, then measure the limits on the same parts; return the verdict. A collective call of all
-        ranks.
+        """Run the steps, then measure the limits on the same parts; return the verdict.
+
+        A collective call of all ranks.
         """
         events, world = run.events, run.world
         record = start_record(run)

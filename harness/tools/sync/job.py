@@ -113,8 +113,9 @@ class SyncJob:
 
 
 def make_engine_and_model(run: RunContext) -> tuple[RolloutEngine, nn.Module, Path]:
-    """Return an engine for each (tp, pp) group, the sharded model, and the model's folder. A collective call of all
-    ranks.
+    """Return an engine for each (tp, pp) group, the sharded model, and the model's folder.
+
+    A collective call of all ranks.
     """
     config, world, events = run.config, run.world, run.events
     with as_config_error(), events.phase("inputs", waiting_for="the model's folder"):

@@ -96,8 +96,9 @@ class TrackerWriter(Observer):
         self.trackers: dict[str, Tracker] = {}
 
     def resolved(self, run: RunContext) -> None:
-        """Start the trackers, which record the config as it runs. A collective call of all ranks; raise ConfigError on
-        each if one does not start.
+        """Start the trackers, which record the config as it runs.
+
+        A collective call of all ranks; raise ConfigError on each if one does not start.
         """
         from harness.cluster.world import all_gather  # imports torch
 

@@ -93,8 +93,9 @@ class Draft:
         return otherwise if self.get(key) in (None, False) else self.number(key)
 
     def put(self, key: str, value: Any, *sources: str, note: str = "") -> None:
-        """Set a key of the harness. sources: the keys of verl that its value comes from. Raise ConfigError for a wrong
-        type.
+        """Set a key of the harness. sources: the keys of verl that its value comes from.
+
+        Raise ConfigError for a wrong type.
 
         A reference to a key that verl does not have is refused, as hydra refuses it.
         """
@@ -206,8 +207,9 @@ def row_of(key: str) -> dict[str, Any] | None:
 
 
 def of_type(kind: type, value: Any, key: str) -> Any:
-    """Return a value of verl as this type: null as false, an integer as a number, anything as text. Raise
-    ConfigError.
+    """Convert a value of verl's config to this type. Raise ConfigError if that is not possible.
+
+    null becomes false, an integer may be a float, and anything can become text.
     """
     if kind is str:
         return str(value)

@@ -12,6 +12,7 @@ from typing import Any
 
 from harness.config.layers import ConfigError, shown
 from harness.config.rules import DERIVED_ENGINE_ARGUMENTS
+from harness.config.schema import DUAL_CLIP
 from harness.tools.verl.draft import Draft, counterparts, full, of_type
 
 MASTER_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
@@ -19,8 +20,6 @@ DTYPES = MASTER_DTYPES | {"float16": "float16", "fp16": "float16", "half": "floa
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 KL_IN_REWARD, KL_IN_LOSS = ("kl", "k1"), ("low_var_kl", "k3")
 """verl's names of the estimators that there are here."""
-DUAL_CLIP = 3.0
-"""Of harness/trainer/losses.py, which imports torch."""
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear", "inverse-square-root": "inverse_sqrt"}
 TRACKERS = ("tensorboard", "wandb")
 
@@ -427,8 +426,9 @@ def microbatches(draft: Draft) -> None:
 
 
 def token_budget(draft: Draft, budget: int) -> tuple[int, str]:
-    """Return the tokens of one rank's microbatch, and a note. In verl, ranks may share a sequence; here one rank takes
-    it.
+    """Return the tokens of one rank's microbatch, and a note.
+
+    In verl, ranks may share a sequence; here one rank takes it.
     """
     ulysses = "ulysses_sequence_parallel_size"
     names = (ulysses, f"fsdp_config.{ulysses}", "megatron.context_parallel_size", "veomni.ulysses_parallel_size")
@@ -503,8 +503,9 @@ def warmup(draft: Draft, prefix: str) -> bool:
 
 
 def product(ratio: float, total: int, name: str) -> int:
-    """Return a share of a number of steps, rounded down. Raise ConfigError for inf, nan, and what is too large for a
-    float.
+    """Return a share of a number of steps, rounded down.
+
+    Raise ConfigError for inf, nan, and what is too large for a float.
     """
     try:
         return int(ratio * total)

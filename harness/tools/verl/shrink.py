@@ -21,8 +21,7 @@ BY_PATH = (
     (r"qwen(1[._]5|2([._]5)?)(?!.*moe)", "qwen2"),
     (r"llama-?[23]|llama", "llama"),
 )
-"""A part of a model's path, in small letters -> the tiny model of its architecture; "" if there is none. First match
-counts."""
+"""Pattern in a model's path (lower case) -> the tiny model of that architecture, or "". The first match counts."""
 LARGEST = {
     "task.max_prompt_tokens": 256,
     "rollout.max_response_tokens": 16,

@@ -145,8 +145,9 @@ class MemoryKills:
         return f"the out-of-memory killer has just struck in its cgroup (see {file})"
 
     def _file_of(self, pid: int) -> Path | None:
-        """Return where its cgroup counts kills. Linux shows a process that is exiting in the top group: keep the
-        earlier one.
+        """Return where its cgroup counts kills.
+
+        Linux shows a process that is exiting in the top group: keep the earlier one.
         """
         file, known = _count_file(self.root, pid), self._files.get(pid)
         return known if known and file and known.is_relative_to(file.parent) else file

@@ -107,8 +107,9 @@ class LostWatchdog:
         return RunVerdict(self.host, Path(self.met.folder) if self.met else None, [failure], view)
 
     def _ends(self) -> dict[int, str]:
-        """Return what happened to the other ranks: how each ended, or that it is stopped. Most wait, as this one
-        does.
+        """Return what happened to the other ranks: how each ended, or that it is stopped.
+
+        Most wait, as this one does.
         """
         gone = [rank for rank, each in self.others.items() if not is_alive(each)]
         ended = {rank: self._exits[rank].how or "died" for rank in gone}

@@ -120,7 +120,7 @@ def _matrices(move: Move) -> tuple[TileKind, np.ndarray]:
         vector = elements_at_once(move.source_dtype, move.target_dtype)
         aligned = source % AT_ONCE == target % AT_ONCE == 0 and all(step % vector == 0 for step in steps)
     columns = axes.pop()
-    # No elements lie side by side: the innermost axis, whatever its strides, makes the columns.
+    # No two elements are adjacent in memory, so the innermost axis becomes the columns, whatever its strides.
     if columns[0] == 1 and axes:
         columns, aligned = axes.pop(), False
     if not axes and columns[1:] == (1, 1) and columns[0] > WIDE[1]:  # one long run: full rows of tiles, and the rest

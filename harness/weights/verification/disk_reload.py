@@ -39,8 +39,9 @@ class DiskReloads:
     """A reload of what the last sync sent changed nothing."""
 
     def write_last_sync(self) -> Path | None:
-        """After a sync: if it is the last one, and a reload is to be compared with it, write what it sent. Return the
-        folder.
+        """After a sync: if it is the last one, and a reload is to be compared with it, write what it sent.
+
+        Return the folder.
         """
         run = self.run
         is_last = run.events.step == run.config.run.steps
@@ -72,8 +73,9 @@ class DiskReloads:
         return Path(all_gather(made)[0])
 
     def check(self, folder: Path, what: str) -> None:
-        """Have the engine reload the folder, which is then deleted. Raise WeightsDidNotArrive if that changes
-        anything.
+        """Have the engine reload the folder, which is then deleted.
+
+        Raise WeightsDidNotArrive if that changes anything.
         """
         with self.run.events.phase("verify_reload", f"the engine to reload {what} from disk, for comparison"):
             self.judge(compare_with_reload(self.run.sync.loader, self.prompts, folder))

@@ -91,8 +91,9 @@ def in_role(name: str, of_draft: Collection[str]) -> str:
 
 
 def sent_sums(weights: TrainerWeights) -> dict[str, int]:
-    """Return the fingerprint of each tensor of a sync, in the dtype in which it is sent. A collective call of all
-    ranks.
+    """Return the fingerprint of each tensor of a sync, in the dtype in which it is sent.
+
+    A collective call of all ranks.
     """
     return tensor_sums(_as_sent(weights))
 
@@ -151,6 +152,7 @@ def _is_same(one: tuple[torch.Tensor, torch.dtype], other: tuple[torch.Tensor, t
 @torch.no_grad()
 def tensor_sums(tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]]) -> dict[str, int]:
     """Return the fingerprint of each of the trainer's tensors in this dtype, added up over all ranks' shards.
+
     Collective.
     """
     powers = Powers()

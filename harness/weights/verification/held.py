@@ -219,8 +219,9 @@ class HeldWeights:
 
 
 def changed(before: Mapping[int, Mapping[str, int]], now: Mapping[int, Mapping[str, int]]) -> list[str]:
-    """Return one sentence for each tensor of an engine whose fingerprint is another one now. A collective call of all
-    ranks.
+    """Return one sentence for each tensor of an engine whose fingerprint is another one now.
+
+    A collective call of all ranks.
 
     before, now: engine rank -> fingerprints by name. One that is not there any more is left out: SGLang has replaced
     it.

@@ -21,8 +21,9 @@ class NoBaseline(RuntimeError):
 
 
 def refuse(wrong: Sequence[str], sentence: str) -> None:
-    """Raise WeightsDidNotArrive if anything is wrong. It names the known failure if only the engine's draft model
-    is.
+    """Raise WeightsDidNotArrive if anything is wrong.
+
+    It names the known failure if only the engine's draft model is.
     """
     if wrong:
         if all(each.startswith((f"{DRAFT}:", f"{DRAFT}.")) for each in wrong):

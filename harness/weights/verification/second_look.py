@@ -43,8 +43,9 @@ class Scored:
         return self._apart(other, self.trained)
 
     def look_again(self, engine: RolloutEngine) -> "SecondLook":
-        """Return what engine and trainer compute for the same tokens now. The engine must serve with the same
-        weights.
+        """Return what engine and trainer compute for the same tokens now.
+
+        The engine must serve with the same weights.
         """
         reported = [batch.require("rollout_log_probs") for batch in self.batches]
         with self.actor.on_device():

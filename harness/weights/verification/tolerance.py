@@ -19,8 +19,9 @@ from harness.weights.worker.coverage import LoadCoverage
 
 @dataclass(kw_only=True, slots=True)
 class Tolerance:
-    """What passes. It is known once the first responses were compared; until then, only float32 sums are allowed to
-    differ.
+    """What passes.
+
+    It is known once the first responses were compared; until then, only float32 sums are allowed to differ.
     """
 
     run: CheckedRun
@@ -51,8 +52,9 @@ class Tolerance:
         return self.allowed.violations(difference)
 
     def measure_rounding(self, scored: Scored, difference: LogProbDifference) -> None:
-        """Measure how far the trainer's own rounding takes its log-probs, in half precision. A collective call of all
-        ranks.
+        """Measure how far the trainer's own rounding takes its log-probs, in half precision.
+
+        A collective call of all ranks.
 
         In float32 it rounds nothing. But if its difference from the engine is more than that, and the engine's class
         holds some tensors in a narrower dtype, the engine is allowed what the trainer would lose in that dtype.

@@ -102,6 +102,7 @@ class Verification:
 
 def why_no_own_load(run: CheckedRun) -> str:
     """Return why the engine is not to load the model's own checkpoint for a baseline, or cannot; "" if it is.
+
     Collective.
     """
     if not run.reaches("log_probs"):

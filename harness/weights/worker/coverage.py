@@ -235,8 +235,9 @@ class LoaderTrace:
             traced.give_up(lost)
 
     def trace_group(self, group: FusingGroup, undone: UndoneWrites) -> GroupTrace:
-        """Trace one group, and take back by `undone` what it changes. Also catch what no dispatch mode sees: a loader
-        that puts a tensor in a parameter's place.
+        """Trace one group, and take back by `undone` what it changes.
+
+        Also catch what no dispatch mode sees: a loader that puts a tensor in a parameter's place.
 
         The memory is on the CPU, as when SGLang loads from disk. It is never touched, so it costs nothing. For a model
         on the meta device it is there too. If the loader ends with SGLang's own post-load step, that is noted, not run.
@@ -479,8 +480,9 @@ def other_tensors(model: Any, derived: bool) -> dict[str, int]:
 
 
 def parameter_addresses(model: Any) -> frozenset[int]:
-    """Return where the model's parameters lie. SGLang gives some of them another name as it needs them, and no other
-    place.
+    """Return where the model's parameters lie.
+
+    SGLang gives some of them another name as it needs them, and no other place.
     """
     return frozenset(address(each) for each in model.parameters())
 

@@ -259,8 +259,9 @@ class _Recorder(TorchDispatchMode):
             self.tainted.setdefault(storage(tensor), set()).update(names)
 
     def _record(self, target: torch.Tensor, source: torch.Tensor, names: set[str]) -> None:
-        """Note one copy of the tensors of these names. If its source was made by cat or clone, only the whole of it is
-        followed, not a view of it.
+        """Note one copy of the tensors of these names.
+
+        If its source was made by cat or clone, only the whole of it is followed, not a view of it.
         """
         self.traced.used |= names
         self.blank.discard(storage(target))

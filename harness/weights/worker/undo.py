@@ -175,8 +175,9 @@ def _are_same(members: dict[str, Any], held: dict[str, Any]) -> bool:
 
 
 def _put_back(members: dict[str, Any], held: dict[str, Any]) -> None:
-    """Make the members what they were. The scheduler's own thread may be reading the others, so only what differs is
-    set.
+    """Make the members what they were.
+
+    The scheduler's own thread may be reading the others, so only what differs is set.
     """
     for name in [name for name in members if name not in held]:
         del members[name]

@@ -1,5 +1,6 @@
-"""Find names that fill the same elements of the engine. Which of them stays there would depend on the order of
-sending.
+"""Find names that fill the same elements of the engine.
+
+Which of them stays there would depend on the order of sending.
 """
 
 from collections import defaultdict

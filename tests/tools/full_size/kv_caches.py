@@ -1,5 +1,7 @@
-"""Print the KV cache of the first rank of each stage as JSON. Arguments: folder, tensor-parallel ranks, pipeline
-stages."""
+"""Print the KV cache of the first rank of each stage as JSON.
+
+Arguments: folder, tensor-parallel ranks, pipeline stages.
+"""
 
 import json
 import sys

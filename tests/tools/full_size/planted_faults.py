@@ -190,8 +190,10 @@ def deepseek_v3(folder: Path, float8: Path) -> dict[str, list[str]]:
 
 
 def tied(folder: Path) -> dict[str, list[str]]:
-    """Qwen2.5 with tied embeddings. The last pipeline stage has a head of its own, which it fills from the
-    embedding."""
+    """Qwen2.5 with tied embeddings.
+
+    The last pipeline stage has a head of its own, which it fills from the embedding.
+    """
     one, two = engine_of(folder, tp_size=2), engine_of(folder, tp_size=2, pp_size=2)
     layout = list(trainer_layout(folder, torch.bfloat16))
     return {

@@ -123,8 +123,10 @@ def test_a_refused_tensor_is_not_the_reason_to_name_others(problems: dict[str, l
 
 
 def test_tied_weights_that_are_sent_twice_are_named(tmp_path: Path) -> None:
-    """One stage has the embedding in the head's place, and ignores the head. The last of two has a head, and takes
-    both."""
+    """One stage has the embedding in the head's place, and ignores the head.
+
+    The last of two has a head, and takes both.
+    """
     found = planted("tied", with_layers("qwen2_5_72b", 2, tmp_path, tie_word_embeddings=True))
     assert found["tied: none"] == []
     assert found["tied: sent twice"] == ["lm_head.weight: the engine knows no such parameter and would ignore it"]

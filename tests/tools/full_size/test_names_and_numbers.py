@@ -58,8 +58,10 @@ LLAMA4: dict[str, Any] = {
 
 
 def test_columns_of_each_expert_are_counted_without_a_mark_for_each_element() -> None:
-    """Llama 4's experts are one tensor: each rank reads its columns, expert by expert. A mark for each would take 2
-    TB."""
+    """Llama 4's experts are one tensor: each rank reads its columns, expert by expert.
+
+    A mark for each would take 2 TB.
+    """
     experts, rows, columns = 128, 1 << 17, 1 << 17
     whole = torch.empty(experts, rows, columns, device="meta")
 

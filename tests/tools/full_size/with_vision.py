@@ -1,5 +1,7 @@
-"""Print as JSON what two ranks of an engine with multimodal input do with what a trainer sends. Argument: the model's
-folder."""
+"""Print as JSON what two ranks of an engine with multimodal input do with what a trainer sends.
+
+Argument: the model's folder.
+"""
 
 import json
 import sys

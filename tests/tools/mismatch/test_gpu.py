@@ -1,5 +1,7 @@
-"""launch/mismatch.py on GPUs: what is changed there and not on a CPU, and the planted sources. Every run ends by
-itself."""
+"""launch/mismatch.py on GPUs: what is changed there and not on a CPU, and the planted sources.
+
+Every run ends by itself.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
-"""A run directory of any number of ranks with fake but plausible events: nothing in it was measured. For tests of
-reports.
+"""A run directory of any number of ranks with fake but plausible events: nothing in it was measured.
+
+For tests of reports.
 
 python -m tests.tools.report.fake_run FOLDER [RANKS] [passed]
 """

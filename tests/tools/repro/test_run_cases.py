@@ -1,5 +1,7 @@
-"""Running cases: variants end in time, leave nothing, and get no launcher's variables. They are a few lines of
-shell."""
+"""Running cases: variants end in time, leave nothing, and get no launcher's variables.
+
+They are a few lines of shell.
+"""
 
 import os
 import signal

@@ -114,8 +114,10 @@ def test_the_same_with_real_engines(tmp_path: Path, fault: str, transport: str, 
 
 
 def check_end(job: Job, verdict: str) -> float:
-    """Wait for the end of a job, which must report this first failure last, and leave nothing behind. Return its
-    time."""
+    """Wait for the end of a job, which must report this first failure last, and leave nothing behind.
+
+    Return its time.
+    """
     memory: set[Path] = set()
     until = time.monotonic() + 500
     while job.process.poll() is None:

@@ -124,8 +124,10 @@ def gpt_oss_bf16_ep8(broken: bool) -> None:
     requires=REQUIRES,
 )
 def minicpm3_loads_once(broken: bool) -> None:
-    """MiniCPM3's loader deletes a parameter that it needs the next time. Its class is given DeepSeek-V3's sizes
-    here."""
+    """MiniCPM3's loader deletes a parameter that it needs the next time.
+
+    Its class is given DeepSeek-V3's sizes here.
+    """
     fields: dict[str, Any] = {
         "architectures": ["MiniCPM3ForCausalLM"],
         "model_type": "minicpm3",

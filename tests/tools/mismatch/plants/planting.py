@@ -1,5 +1,6 @@
-"""What the files with the plants have in common: how one source of mismatch is planted. It imports nothing of the
-harness.
+"""What the files with the plants have in common: how one source of mismatch is planted.
+
+It imports nothing of the harness.
 
 PLANT names what is planted. SGLang calls `register` in every process of an engine before it builds the model; whoever
 starts the trainer calls `register_in_trainer` there, before it builds its model. The first planted code that runs makes
