@@ -207,12 +207,16 @@ class ForkServer:
 
     @staticmethod
     def hand_over(servers: Sequence["ForkServer"]) -> None:
-        """Give up these objects, and leave the servers for the next `handed_over` of this process."""
+        """Give up these objects, and leave the servers for the next `handed_over` of this process.
+
+        None may have been asked what it has imported: a server says so once, and who takes it would wait for ever.
+        """
         if servers:
             os.environ[HANDED_OVER] = " ".join(server._detach() for server in servers)
 
     def _detach(self) -> str:
         """Return the server's address. This object must not end what becomes of the server."""
+        assert self._imported is None, "the server has said what it imported"
         self.used_up, self._why_gone = True, "the process that did the imports was handed over"
         self._connection.close()
         return f"{self._socket.detach()}:{self.pid}"

@@ -188,7 +188,6 @@ def test_where_sglang_is_not_started_or_starts_its_own_nothing_is(
 @pytest.mark.usefixtures("cheap_modules")
 def test_who_has_handed_a_server_over_does_not_end_what_became_of_it() -> None:
     given = ForkServer.start(["json"], dict(os.environ))
-    given.imported()
     ForkServer.hand_over([given])
     [taken] = ForkServer.handed_over()
     given.close()

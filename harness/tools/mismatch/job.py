@@ -41,7 +41,8 @@ def find_mismatch(run: RunContext) -> str:
     run, inputs = read_inputs(run)
     run = replace(run, config=without_learning(run.config))
     servers = ForkServer.handed_over()
-    ForkServer.hand_over(cloned(servers) or servers)
+    # On a GPU none can fork: the servers themselves become the first engine's processes.
+    ForkServer.hand_over(cloned(servers) if run.world.device_type == "cpu" else servers)
     parts = build(run, inputs, record)
     run.events.say(f"weights: the engine's fingerprints equal the trainer's{prove_weights(parts)}")
     measured, rows = measure_tokens(run, parts)
