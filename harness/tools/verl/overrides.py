@@ -96,7 +96,8 @@ def _sequence(text: str, word: str) -> tuple[list[Any], str]:
 def _table(text: str, word: str) -> tuple[dict[str, Any], str]:
     table, rest = {}, text[1:].lstrip()
     while not rest.startswith("}"):
-        match = re.match(r"""(['"]?)((?:\\.|[^'":,{}\[\]\\])+)\1\s*+:\s*+""", rest)
+        # A lookahead keeps what it took, as a possessive repetition would: blanks belong to the name and to what follows.
+        match = re.match(r"""(['"]?)(?=((?:\\.|[^'":,{}\[\]\\])+))\2\1\s*+:\s*+""", rest)
         if not match:
             raise ConfigError(f'"{word}" has a table that is not of the form {{key: value, ...}}.')
         table[re.sub(r"\\(.)", r"\1", match[2].strip())], rest = _value(rest[match.end() :], word)
