@@ -19,6 +19,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -251,10 +252,13 @@ def call(engine: Any, mesh: DeviceMesh, method: str, **arguments: Any) -> Any:
     """Call the engine on the first rank of the TP group; return its answer, or raise its refusal, on all of them."""
     # begin_weight_update and end_weight_update came with 0.5.21.
     found = getattr(engine, method, None) if mesh.get_local_rank("tp") == 0 else None
+    # By SIGQUIT a scheduler that fails has this process killed. The first call sets a handler that hears it only while
+    # a call runs, because uvloop waits for the next signal with those that arrive in between.
+    heard_at_any_time = signal.getsignal(signal.SIGQUIT)
     told = found(**arguments) if found else None
-    answer = [
-        getattr(told, "success", told)
-    ]  # of an object of SGLang's only this: others need not import SGLang to read it
+    signal.signal(signal.SIGQUIT, heard_at_any_time)
+    # Of an object of SGLang's only this: others need not import SGLang to read it.
+    answer = [getattr(told, "success", told)]
     dist.broadcast_object_list(answer, group=mesh.get_group("tp"), group_src=0)
     if isinstance(answer[0], tuple) and not answer[0][0]:  # (False, message): SGLang does not raise
         raise RuntimeError(f"{method}: the engine refused: {answer[0][1]}")
