@@ -206,7 +206,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, on_ranks(save_and_go_on, 2, folder, folder)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_loss_scale_of_float16_is_resumed(tmp_path: Path) -> None:
     assert on_ranks(resume_in_float16, 1, tmp_path, tmp_path) == [[64.0, 2.0**16]]
 
@@ -222,7 +222,7 @@ def test_two_ranks_go_on_from_a_checkpoint_bit_for_bit(saved: Any, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_other_ranks_go_on_from_a_checkpoint_of_two(ranks: int, saved: Any, tmp_path: Path) -> None:
     folder, (tensors, metrics, _) = saved
     *_, (_, resumed, others, _, said) = on_ranks(resume_and_go_on, ranks, tmp_path, folder)

@@ -51,6 +51,7 @@ def test_target_and_draft_are_kept_in_step(tmp_path: Path) -> None:
         assert not torch.equal(before.get_tensor(trained), after.get_tensor(trained))
 
 
+@pytest.mark.long
 def test_a_draft_that_no_sync_reaches_fails_by_name(tmp_path: Path) -> None:
     words = [QUICKSTART, "--model.name", str(predictable(tmp_path / "model")), "--run.steps", "1", *DRAFTS]
     job = run(tmp_path / "run", 2, *words, script="tests/end_to_end/ppo_with_stale_draft.py")

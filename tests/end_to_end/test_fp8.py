@@ -34,6 +34,7 @@ def check(job: Job, exact: bool = True) -> str:
     return verdict
 
 
+@pytest.mark.long
 def test_ppo_with_an_fp8_engine(tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, CONFIG, "--run.steps", "2")
     verdict = check(job)

@@ -77,7 +77,7 @@ def test_what_ends_a_run_as_its_ranks_meet_is_said(script: str, said: str, tmp_p
     assert [str(tmp_path / "plain.py") in trace for trace in traces] == [True] * (script != BAD_INTERFACE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_default_config_passes_on_two_ranks(tmp_path: Path) -> None:
     done = on_two_ranks(SCRIPT, tmp_path)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -89,7 +89,6 @@ def test_the_default_config_passes_on_two_ranks(tmp_path: Path) -> None:
     assert all(row["memory/max_rss"] > 0 for row in rows[:3])
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_quickstart_passes_where_the_hosts_name_does_not_resolve(tmp_path: Path) -> None:
     unshare = ["unshare", "--user", "--map-root-user", "--uts"]

@@ -203,13 +203,14 @@ def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart:
     assert job.left_behind() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "transport"),
     [
         ("qwen2", "bucket"),
-        pytest.param("qwen2", "pull", marks=pytest.mark.long),
-        pytest.param("qwen3_moe", "bucket", marks=pytest.mark.long),
-        pytest.param("qwen3_moe", "pull", marks=pytest.mark.long),
+        ("qwen2", "pull"),
+        ("qwen3_moe", "bucket"),
+        ("qwen3_moe", "pull"),
     ],
 )
 def test_float16_with_a_loss_scale(model: str, transport: str, tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def test_a_wrong_command_line_is_found_before_anything_is_installed(tmp_path: Pa
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.long
 def test_without_network_one_sentence_and_125(tmp_path: Path) -> None:
     # pip's own configuration is put aside, so that no other source answers.
     run = command(HARNESS_VENV=str(tmp_path / "venv"), **NO_INDEX)

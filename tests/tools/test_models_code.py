@@ -166,7 +166,7 @@ for each in overrides:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sglang_runs_the_code_of_a_class_that_it_lacks_unless_auto_map_is_empty(tmp_path: Path) -> None:
     folder = hostile(tmp_path / "model", UNKNOWN_CLASS)
     empty = without_models_code({})["json_model_override_args"]

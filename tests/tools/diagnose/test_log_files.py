@@ -65,6 +65,7 @@ def test_a_file_named_json_may_have_one_value_in_each_line(tmp_path: Path) -> No
     assert found and (found.line.whole, found.line.number) == (ERROR, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a.log", "a.json"])
 def test_a_small_file_that_unpacks_to_a_large_one_takes_little_memory(name: str, tmp_path: Path) -> None:
     """256 MB in one line, of which less than 64 MB are held at a time."""

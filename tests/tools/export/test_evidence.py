@@ -25,6 +25,7 @@ def test_check_env_is_what_sglang_prints_and_says_where_the_run_was_different(tm
     assert lines[-1].startswith(f"(printed on {platform.node()}; the run was on host0 with ") and "0.5.20" in lines[-1]
 
 
+@pytest.mark.long
 def test_the_answer_of_a_bisect_is_in_the_file(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     codes = ["broken = False"] * 3 + ["broken = True"] * 2

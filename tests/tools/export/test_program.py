@@ -72,7 +72,7 @@ def subject_of(*words: str) -> Subject:
     return read_subject(words)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_config_on_both_devices_with_and_without_a_failure_is_a_clean_short_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,10 +114,12 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return planted("deepseek_v3", *(with_layers(model, 6, tmp_path_factory.mktemp(model)) for model in models))
 
 
+@pytest.mark.long
 def test_the_true_checkpoint_has_no_problem(problems: dict[str, list[str]]) -> None:
     assert problems["none"] == problems["float8: none"] == []
 
 
+@pytest.mark.long
 def test_a_refused_tensor_is_not_the_reason_to_name_others(problems: dict[str, list[str]]) -> None:
     assert len(problems["transposed expert"]) == len(problems["vocabulary cut"]) == 1
 
@@ -134,6 +136,7 @@ def test_tied_weights_that_are_sent_twice_are_named(tmp_path: Path) -> None:
     assert sentence.startswith("lm_head.weight: model.embed_tokens.weight and lm_head.weight fill the same elements")
 
 
+@pytest.mark.long
 def test_a_routing_table_that_is_left_out_is_named(tmp_path: Path) -> None:
     """radixark/miles#2706. transformers' class has it as a buffer, so named_parameters() lacks it."""
     fields = json.loads((MODELS / "deepseek_v4_flash" / "config.json").read_text())
@@ -146,6 +149,7 @@ def test_a_routing_table_that_is_left_out_is_named(tmp_path: Path) -> None:
     assert [each for each in found["routing: no table"] if "tid2eid" in each] == [table]
 
 
+@pytest.mark.long
 def test_mxfp4_arrives_and_its_lost_scales_are_named(tmp_path: Path) -> None:
     found = planted("mxfp4", with_layers("gpt_oss_120b", 2, tmp_path))
     assert found["mxfp4: none"] == []
@@ -156,6 +160,7 @@ def test_mxfp4_arrives_and_its_lost_scales_are_named(tmp_path: Path) -> None:
     assert "gate_up_proj_blocks: the engine reads its [128, 90, 5760, 16] as another shape" in sentence
 
 
+@pytest.mark.long
 def test_gpt_oss_in_bfloat16_arrives(tmp_path: Path) -> None:
     folder = with_layers("gpt_oss_120b", 2, tmp_path)
     fields = json.loads((folder / "config.json").read_text())
@@ -165,20 +170,24 @@ def test_gpt_oss_in_bfloat16_arrives(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.long
 def test_the_draft_model_takes_the_published_names(problems: dict[str, list[str]]) -> None:
     assert problems["draft: none"] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_planted_fault_is_named(fault: str, problems: dict[str, list[str]]) -> None:
     for part in NAMED[fault]:
         assert any(part in problem for problem in problems[fault]), problems[fault]
 
 
+@pytest.mark.long
 def test_ranks_that_get_one_layer_of_each_kind_find_what_all_names_find(problems: dict[str, list[str]]) -> None:
     assert sorted(problems["an expert's name"]) == sorted(problems["an expert's name, all ranks"])
 
 
+@pytest.mark.long
 def test_block_float8_and_pipeline_stages_pass(tmp_path: Path) -> None:
     folder = with_layers("deepseek_v3", 6, tmp_path)
     run = full_size(folder, "--tp", 4, "--pp", 2, "--json", tmp_path / "found.json")
@@ -189,6 +198,7 @@ def test_block_float8_and_pipeline_stages_pass(tmp_path: Path) -> None:
     assert any(name.endswith("_scale_inv") for name in found["sent"])
 
 
+@pytest.mark.long
 def test_the_draft_model_has_its_own_line_and_what_a_trainer_sends_does_not_fill_it(tmp_path: Path) -> None:
     folder, found = with_layers("glm_4_6", 5, tmp_path), tmp_path / "found.json"
     run = full_size(folder, "--tp", 4, "--speculative-algorithm", "NEXTN", "--json", found)
@@ -202,12 +212,14 @@ def test_the_draft_model_has_its_own_line_and_what_a_trainer_sends_does_not_fill
     ]
 
 
+@pytest.mark.long
 def test_a_class_that_asks_for_a_gpu_is_told_one_and_the_output_says_so(tmp_path: Path) -> None:
     run = full_size(with_layers("deepseek_v3_2", 4, tmp_path), "--tp", 2)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "get_device_capability and was told those of an NVIDIA H200" in run.stdout
 
 
+@pytest.mark.long
 def test_a_class_that_takes_kernels_when_imported_is_built_itself(tmp_path: Path) -> None:
     fields = json.loads((MODELS / "qwen3_5_397b_a17b" / "config.json").read_text())
     fields["text_config"] |= {"num_hidden_layers": 4, "layer_types": fields["text_config"]["layer_types"][:4]}
@@ -217,6 +229,7 @@ def test_a_class_that_takes_kernels_when_imported_is_built_itself(tmp_path: Path
     assert "draft model: Qwen3_5ForCausalLMMTP on 2 ranks" in run.stdout
 
 
+@pytest.mark.long
 def test_a_class_that_cannot_be_imported_is_125_and_no_other_is_built(tmp_path: Path) -> None:
     fields = {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -225,6 +238,7 @@ def test_a_class_that_cannot_be_imported_is_125_and_no_other_is_built(tmp_path: 
     assert "cannot import FalconMambaForCausalLM here: ImportError" in run.stderr.splitlines()[-1], run.stderr
 
 
+@pytest.mark.long
 def test_with_stages_the_draft_model_has_an_embedding_that_nothing_fills(tmp_path: Path) -> None:
     folder = with_layers("deepseek_v3", 4, tmp_path)
     run = full_size(folder, "--tp", 2, "--pp", 2, "--speculative-algorithm", "NEXTN")
@@ -234,6 +248,7 @@ def test_with_stages_the_draft_model_has_an_embedding_that_nothing_fills(tmp_pat
     assert "1 problem(s)" in last and "first: model.embed_tokens.weight" in last, run.stdout
 
 
+@pytest.mark.long
 def test_a_failure_reported_from_32_gpus_comes_with_its_own_words() -> None:
     """sgl-project/sglang#3491 and #4791."""
     run = full_size("deepseek_v3", "--tp", 32)
@@ -283,6 +298,7 @@ def test_a_whole_run_says_what_fits_and_what_moves(tmp_path: Path) -> None:
     assert len(run["bytes_by_pair"]) == 4
 
 
+@pytest.mark.long
 def test_a_run_that_does_not_fit_is_exit_code_1() -> None:
     done = full_size("qwen3_30b_a3b", "--tp", 4, "--nnodes", 1, "--gpu-memory-gib", 24)
     assert done.returncode == 1

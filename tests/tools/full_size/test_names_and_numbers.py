@@ -157,20 +157,18 @@ MLA, INDEXER = 2 * 576, 132
 """Bytes of one layer: DeepSeek's latent in bfloat16, and its indexer's key of 128 bytes with a scale of 4."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "tp", "pp", "expected"),
     [
         # Numbers of SGLang's rules, by hand: layers with a cache x heads of a rank x (key + value) x 2 bytes.
         ("qwen2_5_72b", 8, 2, [{"full": 40 * 1 * 256 * 2}] * 2),
-        pytest.param("deepseek_v3_bf16", 8, 1, [{"full": 61 * MLA}], marks=pytest.mark.long),
-        pytest.param(
-            "deepseek_v3_2", 8, 2, [{"full": 30 * (MLA + INDEXER)}, {"full": 31 * (MLA + INDEXER)}], marks=pytest.mark.long
-        ),
+        ("deepseek_v3_bf16", 8, 1, [{"full": 61 * MLA}]),
+        ("deepseek_v3_2", 8, 2, [{"full": 30 * (MLA + INDEXER)}, {"full": 31 * (MLA + INDEXER)}]),
         ("gpt_oss_120b", 4, 1, [{"full": 18 * 2 * 128 * 2, "window": 18 * 2 * 128 * 2, "window_ratio": 0.8}]),
         ("qwen3_5_397b_a17b", 2, 1, [{"full": 15 * 1 * 512 * 2, "state_ratio": 0.9}]),
     ],
-)  # fmt: skip
+)
 def test_kv_cache_is_what_sglang_counts(name: str, tp: int, pp: int, expected: Sequence[dict[str, float]]) -> None:
     ran = run("tests/tools/full_size/kv_caches.py", MODELS / name, tp, pp)
     assert ran.returncode == 0, ran.stderr
@@ -180,7 +178,7 @@ def test_kv_cache_is_what_sglang_counts(name: str, tp: int, pp: int, expected: S
     assert [stage["bfloat16"] for stage in stages] == [stage["auto"] for stage in stages]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_class_that_sglang_refuses_in_a_pipeline_cannot_be_built(tmp_path: Path) -> None:
     folder = written(tmp_path, COHERE)
     refused = full_size(folder, "--pp", 2)
@@ -190,7 +188,7 @@ def test_a_class_that_sglang_refuses_in_a_pipeline_cannot_be_built(tmp_path: Pat
     assert full_size(folder, "--tp", 2).returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_run_of_gpt2_has_numbers(tmp_path: Path) -> None:
     ran = full_size(written(tmp_path, GPT2), "--nnodes", 1, "--nproc-per-node", 1)
     assert ran.returncode == 0, ran.stderr

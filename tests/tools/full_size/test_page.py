@@ -303,7 +303,7 @@ print(json.dumps([local(each).untyped_storage().nbytes() for each in (weight, we
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("rank", "rows"), [(0, 1), (7, 0)])
 def test_fsdp2_pads_parameters_and_gradients_but_not_moments(rank: int, rows: int) -> None:
     """What own_parts takes for granted: 4 rows on 8 ranks."""
@@ -334,7 +334,7 @@ def pages(tmp_path: Path, *arguments: object) -> Iterator[Any]:
     yield page.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_real_run_has_its_page(tmp_path: Path) -> None:
     folder = with_layers("qwen3_30b_a3b", 6, tmp_path)
     code, verdict, table, page = pages(tmp_path, folder, "--tp", 2, "--pp", 2, "--nnodes", 2)
@@ -348,7 +348,7 @@ def test_a_real_run_has_its_page(tmp_path: Path) -> None:
     assert fields_of(page, "receiving host 1, sending host 0: ") and "data:" not in page and "http" not in page
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_failure_reported_from_32_gpus_has_its_page(tmp_path: Path) -> None:
     """sgl-project/sglang#3491 and #4791."""
     code, verdict, table, page = pages(tmp_path, with_layers("deepseek_v3", 4, tmp_path), "--tp", 32)

@@ -199,13 +199,14 @@ def test_a_config_json_with_a_field_of_a_wrong_type_is_one_sentence(
     assert part in sentence and f"{tmp_path}/config.json" in sentence
 
 
+@pytest.mark.long
 def test_a_field_that_only_transformers_refuses_is_one_sentence(tmp_path: Path) -> None:
     done = full_size(with_layers("qwen2_5_72b", 2, tmp_path, rms_norm_eps="x"))
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "rms_norm_eps" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_passed_on_changes_what_the_engine_holds(tmp_path: Path) -> None:
     folder, table = with_layers(MODEL, 4, tmp_path), tmp_path / "found.json"
     words = ["--engine.args.enable_dp_lm_head", "true", "--engine.args.mem_fraction_static", "0.5"]
@@ -217,7 +218,7 @@ def test_what_is_passed_on_changes_what_the_engine_holds(tmp_path: Path) -> None
     assert found["arguments_left_out"] == ["mem_fraction_static"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_argument_for_absent_hardware_is_125(tmp_path: Path) -> None:
     words = ["--engine.args.moe_a2a_backend", "megamoe"]
     done = full_size(with_layers(MODEL, 4, tmp_path), "--tp", 2, "--nnodes", 1, *words)
@@ -225,6 +226,7 @@ def test_an_argument_for_absent_hardware_is_125(tmp_path: Path) -> None:
     assert "SGLang refuses engine.args.moe_a2a_backend = 'megamoe'" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_be_built_prints_its_sentence_and_no_traceback(tmp_path: Path) -> None:
     done = full_size(with_layers("deepseek_v3", 4, tmp_path), "--tp", 32)
     assert done.returncode == 1 and "576 is not divisible" in done.stdout.splitlines()[-1]

@@ -144,7 +144,7 @@ def test_the_class_has_the_published_number_of_parameters(published: Published) 
     check(published, parameters(published.name, published.part))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sglangs_class_for_kimi_k3_has_the_published_number_of_parameters() -> None:
     check(KIMI_K3, int(last_line("sglang_parameters.py", str(MODELS / KIMI_K3.name), "sglang.srt.models.kimi_k3")))
 

@@ -60,6 +60,7 @@ def test_layers_that_repeat_are_executed_a_few_times(kinds: str, expected: Repea
     assert kinds[found.first - found.period : found.first] == kinds[len(kinds) - found.period :]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "checkpointing"), [("qwen2", True), ("qwen3_moe", False), ("deepseek_v3", True), ("deepseek_v3", False)]
 )
@@ -69,6 +70,7 @@ def test_a_few_layers_tell_what_all_of_them_hold(name: str, checkpointing: bool)
     assert few == all_of_them
 
 
+@pytest.mark.long
 def test_256_experts_on_512_ranks_are_gathered_with_as_much_padding() -> None:
     sizes = {"num_local_experts": 64, "num_experts": 64, "moe_intermediate_size": 512, "hidden_size": 256}
     even, padded = (peaks("qwen3_moe", sizes, ranks=ranks) for ranks in (64, 128))
@@ -100,6 +102,7 @@ def test_the_optimizer_and_the_roles() -> None:
     assert reference["parameters"] == pytest.approx(actor["parameters"] / 2, rel=0.01), "bfloat16, as it computes"
 
 
+@pytest.mark.long
 def test_attention_keeps_no_scores_and_eager_does() -> None:
     long = {
         "task": {"max_prompt_tokens": 1024},

@@ -28,7 +28,7 @@ SOME_PHASES = (
     *(MEET, RUN, "inputs", "start_engine", "build_trainer", "resume_weights", "sync", "generate", "old_log_probs"),
     *("update_actor", "verify_push", "shutdown"),
 )
-BY_DEFAULT = {"kill": "generate", "stop": "resume_weights", "slow": "generate", "full-disk": "old_log_probs"}
+BY_DEFAULT = {"kill": "generate", "stop": "resume_weights"}
 """Cells that every run of the tests has; the others are marked long."""
 
 
