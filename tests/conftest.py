@@ -4,6 +4,7 @@ import multiprocessing.process
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,10 +40,13 @@ settings.load_profile("harness")
 FORBIDDEN_WHEN_FAST = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 """Python's audit events of a new process (https://docs.python.org/3/library/audit_events.html)."""
 
+ENDS = ("passed", "failed", "error", "skipped")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --fast."""
+    """Add the options of launch/run_tests.py."""
     parser.addoption("--fast", action="store_true", help="skip every test that starts a process, as soon as it does")
+    parser.addoption("--all", action="store_true", help="say how each room did; run_tests.py selects every test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,6 +72,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With --all, print a line for each room: the folder of its tests, how they ended, and their seconds."""
+    if not config.getoption("--all"):
+        return
+    rooms: dict[str, Counter[str]] = {}
+    for outcome in (*ENDS, ""):  # set-ups and what follows a test have none
+        for report in terminalreporter.stats.get(outcome, []):
+            room = rooms.setdefault(str(Path(report.nodeid.partition("::")[0]).parent), Counter())
+            room.update({outcome: 1, "seconds": report.duration})
+    terminalreporter.section("rooms")
+    for name, room in sorted(rooms.items()):
+        ended = ", ".join(f"{room[outcome]} {outcome}" for outcome in ENDS if room[outcome])
+        red = "RED" if room["failed"] or room["error"] else "ok"
+        terminalreporter.line(f"{red:3}  {name}: {ended}; {room['seconds']:.0f} s")
 
 
 @pytest.fixture(autouse=True)

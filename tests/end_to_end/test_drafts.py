@@ -75,8 +75,9 @@ def test_without_verification_a_stale_draft_shows_only_in_the_accepted_length(tm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("transport", "verify"), [("pull", "full"), ("disk", "bytes"), ("bucket", "full")])
-@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("transport", "verify", "mesh"), [("pull", "full", (1, 2)), ("disk", "bytes", (2, 1)), ("bucket", "full", (2, 1))]
+)
 def test_transports_and_levels(tmp_path: Path, transport: str, verify: str, mesh: tuple[int, int]) -> None:
     parallel = ["--parallel.dp", str(mesh[0]), "--parallel.tp", str(mesh[1]), "--run.steps", "2"]
     how = ["--weights.transport", transport, "--weights.verify", verify]
@@ -87,17 +88,11 @@ def test_transports_and_levels(tmp_path: Path, transport: str, verify: str, mesh
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("fp8", "more"),
-    [
-        (True, ["--weights.transport", "pull", "--weights.verify", "full"]),
-        (False, ["--weights.verify", "bytes"]),
-        (True, ["--weights.verify", "bytes"]),
-    ],
-)
-def test_with_what_deepseek_is_served_with(tmp_path: Path, fp8: bool, more: list[str]) -> None:
-    """The draft model, DP attention and experts in parallel at once; in two of the three runs in block-FP8 too."""
-    words = ["--model.name", "deepseek_v3", "--model.overrides.num_nextn_predict_layers", "1", *DRAFTS, *more]
+@pytest.mark.parametrize("fp8", [False, True])
+def test_with_what_deepseek_is_served_with(tmp_path: Path, fp8: bool) -> None:
+    """The draft model, DP attention and experts in parallel at once, and in one run block FP8 too."""
+    words = ["--model.name", "deepseek_v3", "--model.overrides.num_nextn_predict_layers", "1", *DRAFTS]
+    words += ["--weights.verify", "bytes"]
     words += ["--engine.args.enable_dp_attention", "true", "--engine.args.dp_size", "2", "--engine.args.ep_size", "2"]
     if fp8:
         words += ["--model.dtype", "bfloat16", "--model.rollout_precision", "fp8_block"]

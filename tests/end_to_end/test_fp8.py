@@ -53,12 +53,8 @@ def test_ppo_with_an_fp8_engine(tmp_path: Path) -> None:
     ("model", "mesh", "more"),
     [
         ("qwen2", (2, 1), ["--weights.transport", "disk", "--weights.verify", "bytes"]),
-        ("qwen2", (1, 2), ["--weights.transport", "tensor", "--weights.verify", "full"]),
         ("qwen3_moe", (1, 2), ["--engine.args.ep_size", "2", "--weights.verify", "bytes"]),
-        ("qwen3_moe", (2, 1), ["--weights.transport", "pull", "--weights.verify", "bytes"]),
-        ("deepseek_v3", (1, 2), ["--weights.transport", "pull", "--weights.verify", "full"]),
-        ("deepseek_v3", (1, 2), ["--engine.initial_weights", "checkpoint", "--weights.verify", "bytes"]),
-        ("deepseek_v3", (2, 1), ["--weights.transport", "tensor", "--weights.verify", "bytes"]),
+        ("deepseek_v3", (1, 2), ["--engine.initial_weights", "checkpoint", "--weights.verify", "full"]),
         (
             "qwen2",
             (1, 2),

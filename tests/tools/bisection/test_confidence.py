@@ -67,13 +67,6 @@ def test_what_is_said_to_be_sure_is_as_right_as_is_said(monkeypatch: pytest.Monk
     check(rate, 8, 120, 0.04, monkeypatch)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("repeat", [4, 8, 16])
-@pytest.mark.parametrize("rate", [0.1, 0.25, 0.5])
-def test_three_hundred_bisects_of_each_rate(monkeypatch: pytest.MonkeyPatch, rate: float, repeat: int) -> None:
-    check(rate, repeat, 300, 0.03, monkeypatch)
-
-
 def test_without_runs_to_confirm_it_is_probable(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [outcome for seed in range(60) if (outcome := bisect(0.25, 4, seed, monkeypatch, confirm=0))]
     probable = [outcome for outcome in found if outcome.kind == "probable"]
