@@ -15,7 +15,10 @@ from tests.weights.toy_model import view_of
 RANKS = 6
 EXPERTS = [f"mlp.experts.{number}.w.weight" for number in range(2 * RANKS)]
 NAMES = {"attn.q.weight": (2 * RANKS, 4), "attn.o.weight": (4, 3 * RANKS), "norm.weight": (4,)}
-LAYOUT = tuple(view_of(name, shape) for name, shape in {**NAMES, **dict.fromkeys(EXPERTS, (3, 4))}.items())
+LAYOUT = (
+    *(view_of(name, shape) for name, shape in NAMES.items()),
+    *(replace(view_of(name, (3, 4)), offset=12 * number) for number, name in enumerate(EXPERTS)),  # of one fused tensor
+)
 
 
 def reads(view: TensorView, rank: int) -> TensorView | None:
