@@ -60,8 +60,8 @@ FAULTS = {
     "own_gpus": "make CUDA_VISIBLE_DEVICES list distinct GPUs for the ranks and torchruns of a host",
     "locations": "give every rank its own GPU with --nproc-per-node and CUDA_VISIBLE_DEVICES",
     "locations/placement": "change the mesh or parallel.rank_order, or how the ranks are spread over the hosts",
-    "occupied": "end what is left over from earlier runs by its pid (nvidia-smi outside of the container shows all), or"
-    " leave this GPU out of CUDA_VISIBLE_DEVICES",
+    "occupied": "end what is left over from earlier runs (nvidia-smi shows the processes, those of other containers only"
+    " outside of them), or leave this GPU out of CUDA_VISIBLE_DEVICES",
     "balance": "free the fuller ones; nvidia-smi shows which processes hold their memory",
     "limits": "raise it before torchrun: ulimit -n 65536",
     "shared_memory": "start the container with --ipc=host or --shm-size=16g, or remove what earlier runs left there",
@@ -205,7 +205,6 @@ def _gpus(view: Examination) -> Found:
         if full := [rank for rank in free if free[rank] < BALANCE * max(free.values())]:
             what = f"engine {dp}: from {min(free.values()) / GIB:.1f} to {max(free.values()) / GIB:.1f} GiB are free on its GPUs"
             yield "balance", full, f"{what} (SGLang: The memory capacity is unbalanced)"
-    own = {(each.host, each.pid) for each in view.facts}
     for facts in view.facts:
         here, gpu = (facts.rank,), facts.gpu
         if facts.problem:
@@ -216,14 +215,8 @@ def _gpus(view: Examination) -> Found:
             yield "devices/unused", here, f"the host has {facts.gpu_devices} GPUs, but {facts.gpu_reason}"
         if gpu is None:
             continue
-        others = [each for each in gpu.processes if (facts.host, each.pid) not in own]
-        used = gpu.total - gpu.free - sum(each.used for each in gpu.processes if each not in others)
-        if used > OCCUPIED_BYTES:
-            who = (
-                ", ".join(f"process {each.pid} ({each.name})" for each in others)
-                or "processes that this one cannot see"
-            )
-            yield "occupied", here, f"{used / GIB:.1f} GiB of this rank's GPU are used by {who}"
+        if gpu.total - gpu.free > OCCUPIED_BYTES:
+            yield "occupied", here, f"{(gpu.total - gpu.free) / GIB:.1f} GiB of this rank's GPU are in use already"
     if not any(each.problem for each in view.facts):
         try:
             place(view.dims, [each.location for each in view.facts if each.location], "cuda" if view.on_gpu else "cpu")

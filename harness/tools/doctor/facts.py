@@ -1,21 +1,19 @@
 """What one rank reports about itself: its host, network, limits, versions, environment and GPU.
 
-What cannot be read is reported with the reason. A GPU is read through NVML (nvidia-ml-py, on which SGLang depends), or
-else through torch, which sees the GPU's memory but not the processes that hold it.
+What cannot be read is reported with the reason. A GPU's memory is read through NVML (nvidia-ml-py, on which SGLang
+depends), because torch would need a CUDA context, which a full GPU does not give; without NVML through torch.
 """
 
 import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import psutil
 import torch
+from torch.utils import collect_env
 
 from harness.cluster.network import route_to_master
 from harness.cluster.placement import RankLocation
@@ -26,14 +24,6 @@ from harness.tools.environment_file import package_versions
 from harness.tools.preflight import written_folders
 
 
-class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process, and the GPU memory that it holds in bytes; 0 if that is not known."""
-
-    pid: int
-    name: str
-    used: int
-
-
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU before this process uses it. Sizes in bytes."""
 
@@ -41,14 +31,12 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     total: int
     free: int
-    processes: tuple[GpuProcess, ...] = ()
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One rank. host is host_identity's."""
 
     rank: int
-    pid: int
     host: str
     config: str
     """Digest of the config as this rank read it."""
@@ -60,7 +48,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Why this rank cannot get the device that the config asks for."""
     gpu: Gpu | None
     gpu_reason: str
-    """Why gpu is None, or known through torch alone."""
+    """Why gpu is None, or read through torch."""
     gpu_devices: int
     """NVIDIA GPUs that the kernel shows, usable or not."""
     route: str | None
@@ -105,7 +93,6 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
     ]
     return RankFacts(
         rank=launch.rank,
-        pid=os.getpid(),
         host=host_identity(),
         config=digest(config),
         location=location,
@@ -151,8 +138,7 @@ def versions() -> dict[str, str]:
     found = package_versions()
     found["cuda"] = torch.version.cuda or "none"
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
-    with suppress(ImportError, RuntimeError), nvml() as library:
-        found["driver"] = library.nvmlSystemGetDriverVersion()
+    found["driver"] = collect_env.get_nvidia_driver_version(collect_env.run) or "none"
     return found
 
 
@@ -162,45 +148,26 @@ def look_at_gpu(device: torch.device | None) -> tuple[Gpu | None, str]:
         if torch.version.cuda is None:
             return None, "this torch is built without CUDA"
         return None, "the config wants the CPU" if torch.cuda.is_available() else "torch finds no usable GPU"
-    uuid = gpu_uuid(device.index)
+    uuid, name = gpu_uuid(device.index), torch.cuda.get_device_name(device)
     try:
-        with nvml() as library:
-            return _gpu_by_nvml(library, uuid), ""
+        free, total = memory_by_nvml(uuid)
+        return Gpu(uuid=uuid, name=name, total=total, free=free), ""
     except (ImportError, RuntimeError) as error:
         free, total = torch.cuda.mem_get_info(device)
-        return Gpu(uuid=uuid, name=torch.cuda.get_device_name(device), total=total, free=free), str(error)
+        return Gpu(uuid=uuid, name=name, total=total, free=free), str(error)
 
 
-@contextmanager
-def nvml() -> Iterator[Any]:
-    """Open NVML. Raise ImportError without nvidia-ml-py, RuntimeError if NVML fails."""
+def memory_by_nvml(uuid: str) -> tuple[int, int]:
+    """Return a GPU's free and total bytes. Raise ImportError without nvidia-ml-py, RuntimeError if NVML fails."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        yield pynvml
+        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid))
         pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         raise RuntimeError(f"NVML: {error}") from error
-
-
-def _gpu_by_nvml(library: Any, uuid: str) -> Gpu:
-    own = library.nvmlDeviceGetHandleByUUID(uuid)
-    names = {each.pid: each.info["name"] for each in psutil.process_iter(["name"])}
-    memory = library.nvmlDeviceGetMemoryInfo(own)
-    return Gpu(
-        uuid=uuid,
-        name=library.nvmlDeviceGetName(own),
-        total=int(memory.total),
-        free=int(memory.free),
-        processes=tuple(
-            # NVML counts pids outside the container, where they may be no process of this one.
-            GpuProcess(
-                pid=each.pid, name=names.get(each.pid, "not visible from here"), used=int(each.usedGpuMemory or 0)
-            )
-            for each in library.nvmlDeviceGetComputeRunningProcesses(own)
-        ),
-    )
+    return int(memory.free), int(memory.total)
 
 
 def gpu_uuid(index: int) -> str:

@@ -24,7 +24,6 @@ def facts_of(rank: int, per_host: int, gpus: bool) -> RankFacts:
     uuids = [f"GPU-{host}{index}" for index in range(per_host)]
     return RankFacts(
         rank=rank,
-        pid=100 + rank,
         host=f"host{host}/boot{host}/net:[{host}]",
         config="0123456789abcdef",
         location=RankLocation(rank, f"host{host}/boot{host}/net:[{host}]", local, None, per_host if gpus else None),
@@ -36,7 +35,6 @@ def facts_of(rank: int, per_host: int, gpus: bool) -> RankFacts:
             name="NVIDIA H200",
             total=140 * GIB,
             free=139 * GIB,
-            processes=(),
         )
         if gpus
         else None,
