@@ -19,7 +19,7 @@ from harness.config.engine_rules import expandable_segments
 from harness.config.schema import Config
 from harness.runtime.units import GIB, MIB
 from harness.tools.doctor.facts import RankFacts
-from harness.tools.doctor.links import Collective, RankLinks
+from harness.tools.doctor.links import Backend, RankLinks
 from harness.tools.environment_file import NOT_INSTALLED
 from harness.tools.ranks import ranks_by, ranks_in_words, values_in_words
 
@@ -33,7 +33,7 @@ BALANCE = 0.9
 OCCUPIED_BYTES = 2 * GIB
 """GPU memory that is used before a run: more than a driver takes."""
 SLOW_BANDWIDTH = {"gloo": 10e6, "nccl": 100e6}
-"""Bytes a second of a group's all-reduce, below which a run is not worth starting."""
+"""Bytes a second of an all-reduce, below which a run is not worth starting."""
 PER_RANK = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 """Placement handles the first; torchrun sets the second, and an engine never inherits it."""
 PER_HOST = (
@@ -249,7 +249,7 @@ def _host(view: Examination) -> Found:
 
 
 def _links(view: Examination) -> Found:
-    """Check that hosts reach one another's leased ports over TCP, and that no group's all-reduce failed or is slow."""
+    """Check that hosts reach one another's leased ports over TCP, and that no all-reduce failed or is slow."""
     for facts, links in view.by_rank:
         for reach in links.reaches:
             if reach.error:
@@ -258,22 +258,22 @@ def _links(view: Examination) -> Found:
                 yield "reached", (facts.rank,), what
         for each in links.collectives:
             if each.error:
-                what = f"{each.backend} all-reduce of {each.group} ({ranks_in_words(each.ranks)}): {each.error}"
-                yield f"all_reduced/{each.backend}", (facts.rank,), what
+                yield f"all_reduced/{each.backend}", (facts.rank,), f"{each.backend} all-reduce: {each.error}"
     if silent := [rank for rank, links in enumerate(view.links) if links is None]:
         yield "silent", silent, "nothing came back from the measurements between ranks"
-    for worst, _ in slowest(view):
-        if worst.bandwidth < SLOW_BANDWIDTH[worst.backend]:
-            how = f"{worst.bandwidth / 1e6:.1f} MB/s"
-            yield "slow", worst.ranks, f"{worst.backend} all-reduce of {worst.group} is slow: {how}"
+    for backend, bandwidth in bandwidths(view).items():
+        if bandwidth < SLOW_BANDWIDTH[backend]:
+            yield "slow", (), f"{backend} all-reduce is slow: {bandwidth / 1e6:.1f} MB/s"
 
 
-def slowest(view: Examination) -> Iterator[tuple[Collective, int]]:
-    """Yield the slowest group of each kind, and how many groups there are."""
-    measured = [each for _, links in view.by_rank for each in links.collectives if not each.error]
-    for kind in dict.fromkeys((each.backend, each.group) for each in measured):
-        groups = [each for each in measured if (each.backend, each.group) == kind]
-        yield min(groups, key=lambda each: each.bandwidth), len({each.ranks for each in groups})
+def bandwidths(view: Examination) -> dict[Backend, float]:
+    """Return backend -> bandwidth of its all-reduce, on the rank where it took longest."""
+    found: dict[Backend, float] = {}
+    for _, links in view.by_rank:
+        for each in links.collectives:
+            if not each.error:
+                found[each.backend] = min(each.bandwidth, found.get(each.backend, each.bandwidth))
+    return found
 
 
 def differences(values: Mapping[int, object]) -> Iterator[tuple[tuple[int, ...], str]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.cluster.placement import host_name
 from harness.runtime.units import GIB
-from harness.tools.doctor.checks import Examination, Problem, slowest
+from harness.tools.doctor.checks import Examination, Problem, bandwidths
 from harness.tools.environment_file import NOT_INSTALLED
 from harness.tools.ranks import ranks_in_words, runs
 
@@ -34,7 +34,7 @@ def _where(view: Examination | None, problem: Problem) -> str:
 
 
 def _picture(view: Examination) -> Iterator[str]:
-    """Yield lines: hosts, ranks, GPUs, interface and address; then groups with their speeds."""
+    """Yield lines: hosts, ranks, GPUs, interface and address; then the speed of all-reduces."""
     dims = view.dims
     width = max(4, *(len(host_name(host)) for host in view.hosts))
     yield (
@@ -54,12 +54,8 @@ def _picture(view: Examination) -> Iterator[str]:
             f" {files:>8} {links.ports or 'none':>7}  {_gpus(view, ranks)}"
         )
     yield ""
-    for worst, groups in slowest(view):
-        many = f"{groups} groups of {len(worst.ranks)}, the slowest" if groups > 1 else "1 group"
-        yield (
-            f"{worst.backend} all-reduce, {worst.group:<6} {many} ({ranks_in_words(worst.ranks)}):"
-            f" {worst.bandwidth / 1e9:.2f} GB/s"
-        )
+    for backend, bandwidth in bandwidths(view).items():
+        yield f"{backend} all-reduce of all ranks: {bandwidth / 1e9:.2f} GB/s"
 
 
 def _gpus(view: Examination, ranks: Sequence[int]) -> str:

@@ -145,8 +145,8 @@ class _Doctor:
             self.store.barrier("ready", left(ready))
             uuids = {each.gpu.uuid for each in self.members if each.gpu}
             alone = device if len(uuids) == len(self.members) else None  # NCCL refuses two ranks on one GPU
-            groups = links.groups_of(self.dims, self.hosts)
-            found.collectives = links.all_reduces(self._connect, self.rank, groups, alone, end)
+            if self.launch.world_size > 1:
+                found.collectives = links.all_reduces(self._connect, alone, end)
             # Ports stay open until the last rank has looked.
             self.store.barrier("measured", left(end, links.CONNECT_SECONDS))
         return found
@@ -157,7 +157,7 @@ class _Doctor:
         """Open a port on this host as an engine does, and connect to those of the other hosts."""
         listening = "", 0
         try:
-            ports = stack.enter_context(links.open_port(self.config.engine.base_port, str(self.rank)))
+            ports = stack.enter_context(links.open_port(self.config.engine.base_port))
             found.ports = ports.port
             listening = found.address.address if found.address else "", ports.dist_init_port
         except OSError as error:

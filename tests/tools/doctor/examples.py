@@ -13,7 +13,7 @@ from harness.config.schema import Config, Parallel
 from harness.runtime.units import GIB
 from harness.tools.doctor.checks import Examination
 from harness.tools.doctor.facts import Gpu, RankFacts
-from harness.tools.doctor.links import Collective, RankLinks, Reach, groups_of
+from harness.tools.doctor.links import Collective, RankLinks, Reach
 
 Change = Callable[[RankFacts], RankFacts]
 
@@ -60,7 +60,6 @@ def healthy(dp: int = 1, tp: int = 4, pp: int = 1, per_host: int = 2, gpus: bool
     bare = Examination(
         config=Config(parallel=Parallel(dp=dp, tp=tp, pp=pp)), dims=dims, facts=facts, links=(None,) * len(facts)
     )
-    groups = groups_of(dims, bare.hosts.values())
     links = []
     for each in facts:
         host = each.rank // per_host
@@ -78,11 +77,8 @@ def healthy(dp: int = 1, tp: int = 4, pp: int = 1, per_host: int = 2, gpus: bool
                 if first
                 else (),
                 collectives=tuple(
-                    Collective(backend=backend, group=kind, ranks=group, bandwidth=2e10)  # type: ignore[arg-type]
+                    Collective(backend=backend, bandwidth=2e10)  # type: ignore[arg-type]
                     for backend in backends
-                    for kind, found in groups.items()
-                    for group in found
-                    if each.rank in group
                 ),
             )
         )

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from harness.cluster.network import HostAddress
 from harness.runtime.units import GIB, MIB
 from harness.tools.doctor.checks import Examination, missing, problems_of
-from harness.tools.doctor.links import Reach, groups_of
+from harness.tools.doctor.links import Reach
 from tests.tools.doctor.examples import healthy, with_facts, with_gpu, with_links, with_variable
 
 Plant = Callable[[Examination], Examination]
@@ -59,11 +59,11 @@ FAULTS: list[tuple[str, Plant, tuple[int, ...], str]] = [
     ("inputs", lambda v: with_facts(v, 2, absent=()), (0, 1, 3), "task.source = openai/gsm8k is not there"),
     ("reached", lambda v: with_links(v, 2, reaches=(Reach(to=0, address="10.0.0.1", port=30008, error="no answer within 3 s"),)), (2,), "host1 does not reach host0 at 10.0.0.1 port 30008: no answer"),
     ("silent", lambda v: replace_dataclass(v, links=(*v.links[:3], None)), (3,), "nothing came back"),
-    ("all_reduced", lambda v: failing(v, "nccl", "hosts", "unhandled cuda error"), (0, 2), "nccl all-reduce of hosts (ranks 0, 2): unhandled cuda error"),
+    ("all_reduced", lambda v: changed(v, "nccl", error="unhandled cuda error"), (0, 1, 2, 3), "nccl all-reduce: unhandled cuda error"),
 ]  # fmt: skip
 
 WARNINGS: list[tuple[str, Plant, tuple[int, ...], str]] = [
-    ("slow", lambda v: slowed(v, "hosts", bandwidth=1e6), (0, 2), "gloo all-reduce of hosts is slow: 1.0 MB/s"),
+    ("slow", lambda v: changed(v, "gloo", bandwidth=1e6), (), "gloo all-reduce is slow: 1.0 MB/s"),
 ]  # fmt: skip
 
 
@@ -79,24 +79,16 @@ def every_variable(view: Examination, name: str, value: str) -> Examination:
     return view
 
 
-def changed(view: Examination, backend: str, kind: str, **changes: object) -> Examination:
-    """The measurements of one group kind changed on all of its ranks."""
+def changed(view: Examination, backend: str, **changes: object) -> Examination:
+    """The all-reduce of one backend changed on all ranks."""
     for rank, links in enumerate(view.links):
         assert links is not None
         new = tuple(
-            replace(each, **changes) if (each.backend, each.group) == (backend, kind) else each  # type: ignore[arg-type]
+            replace(each, **changes) if each.backend == backend else each  # type: ignore[arg-type]
             for each in links.collectives
         )
         view = with_links(view, rank, collectives=new)
     return view
-
-
-def failing(view: Examination, backend: str, kind: str, error: str) -> Examination:
-    return changed(view, backend, kind, error=error)
-
-
-def slowed(view: Examination, kind: str, **changes: float) -> Examination:
-    return changed(view, "gloo", kind, **changes)
 
 
 @pytest.mark.parametrize(("check", "plant", "ranks", "what"), FAULTS)
@@ -170,34 +162,15 @@ def test_one_fault_of_many_ranks_is_said_once() -> None:
     assert found.ranks == tuple(range(128)) and "128 ranks need 1280" in found.what
 
 
-def test_of_several_slow_groups_the_slowest_is_named() -> None:
-    view = healthy(dp=4, tp=2)
-    for rank, bandwidth in ((2, 2e7), (4, 3e6), (5, 2e6)):
-        links = view.links[rank]
-        assert links
-        slower = tuple(
-            replace(each, bandwidth=bandwidth) if each.group == "engine" else each for each in links.collectives
-        )
-        view = with_links(view, rank, collectives=slower)
-    found = [each for each in problems_of(view) if "nccl" in each.what]
-    assert [each.ranks for each in found] == [(4, 5)] and "2.0 MB/s" in found[0].what
+def test_the_slowest_rank_counts() -> None:
+    view = healthy()
+    links = view.links[2]
+    assert links
+    slower = tuple(replace(each, bandwidth=2e6) for each in links.collectives if each.backend == "nccl")
+    (found,) = problems_of(with_links(view, 2, collectives=slower))
+    assert found.what == "nccl all-reduce is slow: 2.0 MB/s"
 
 
 def test_ranks_that_never_came() -> None:
     assert missing((3,), 4, 11.0).what == "rank 3 of 4 never came (waited 11 s)"
     assert missing(tuple(range(8, 24)), 24, 11.0).what.startswith("ranks 8-23 of 24")
-
-
-@pytest.mark.parametrize(
-    ("job", "kinds"),
-    [
-        ({}, ["engine", "hosts"]),
-        ({"dp": 2, "tp": 2}, ["engine", "hosts", "world"]),
-        ({"dp": 4, "tp": 1}, ["hosts", "world"]),
-        ({"tp": 4, "pp": 2, "per_host": 4}, ["engine", "hosts"]),
-        ({"tp": 1, "per_host": 1}, []),
-    ],
-)
-def test_groups_that_a_mesh_uses(job: dict[str, int], kinds: list[str]) -> None:
-    view = healthy(**job)
-    assert list(groups_of(view.dims, view.hosts.values())) == kinds

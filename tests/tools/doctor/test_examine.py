@@ -41,7 +41,7 @@ def test_two_healthy_ranks_are_ok() -> None:
     run = torchrun(2, "launch/doctor.py", "configs/cpu/quickstart.toml")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "2 ranks on 1 host, mesh dp=1 tp=2 pp=1" in run.stdout and "(no GPU: " in run.stdout
-    assert "gloo all-reduce, engine 1 group (ranks 0, 1): " in run.stdout
+    assert "gloo all-reduce of all ranks: " in run.stdout
     assert run.stdout.strip().splitlines()[-1].startswith("OK")
 
 
@@ -51,7 +51,7 @@ def test_a_variable_that_differs_on_another_host_is_a_fault() -> None:
     assert run.returncode == 1
     assert "2 ranks on 2 hosts" in run.stdout
     assert "1. FAULT environment on odd (rank 1): NCCL_CUMEM_ENABLE differs: unset on rank 0; 0 on rank 1" in run.stdout
-    assert "does not reach" not in run.stdout and "gloo all-reduce, " in run.stdout
+    assert "does not reach" not in run.stdout and "gloo all-reduce of all ranks: " in run.stdout
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_rank_that_dies_in_the_measurements_does_not_hang_the_others(
     other.join()
     output = capsys.readouterr().out
     assert f"FAULT silent on {socket.gethostname()} (rank 1)" in output
-    assert "gloo all-reduce of engine (ranks 0, 1): " in output
+    assert "gloo all-reduce: " in output
 
 
 @pytest.mark.long
@@ -175,5 +175,5 @@ def test_two_emulated_hosts() -> None:
     found = "\n".join(lines)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "4 ranks on 2 hosts, mesh dp=1 tp=4 pp=1" in found
-    assert "gloo all-reduce, hosts  1 group (ranks 0, 2): " in found
+    assert "gloo all-reduce of all ranks: " in found
     assert "FAULT" not in found

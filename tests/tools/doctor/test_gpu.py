@@ -13,7 +13,7 @@ def test_gpus_are_reported_and_reached() -> None:
     run = torchrun(ranks, "launch/doctor.py")
     assert run.returncode == 0, run.stdout
     assert f"{ranks} x NVIDIA" in run.stdout and run.stdout.splitlines()[-1].startswith("OK")
-    assert ranks == 1 or "nccl all-reduce, engine" in run.stdout
+    assert ranks == 1 or "nccl all-reduce of all ranks" in run.stdout
 
 
 def test_expandable_segments_are_a_fault() -> None:
