@@ -115,12 +115,12 @@ def test_one_rank_alone_and_what_is_missing_for_it(
 def test_a_rank_that_never_comes_is_named_in_time(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(examine, "FACTS", 1.0)
+    monkeypatch.setattr(examine, "FACTS", 3.0)
     monkeypatch.setattr(examine, "LEAVE_SECONDS", 0.1)
     began = time.monotonic()
     assert examine.examine(Config(), launch(0), environment) == 1
     assert time.monotonic() - began < 10
-    assert "1. FAULT missing: rank 1 of 2 never came (waited 1 s)" in capsys.readouterr().out
+    assert "1. FAULT missing: rank 1 of 2 never came (waited 3 s)" in capsys.readouterr().out
 
 
 def test_a_rank_whose_store_does_not_answer_says_so(
