@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 from harness.tools.hosts import kernel
 from harness.tools.repro.case import CANNOT, Case, Variant, all_cases
+from harness.tools.repro.cases.engine_start_and_end import NOBODY
 from harness.tools.repro.cases.payloads import SHARED_TENSORS
-from harness.tools.repro.cases.processes import NOBODY
 from harness.tools.repro.run_cases import VariantOutcome, judge
 
 REPOSITORY = Path(__file__).resolve().parents[3]
