@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.tools.repro.case import Case
 from harness.tools.repro.releases import use_release
-from harness.tools.repro.true_size import (
+from harness.tools.repro.true_size_engine import (
     BLOCK_FLOAT8,
     GROUPS_OF_INT4,
     check_engine,

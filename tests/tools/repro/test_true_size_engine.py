@@ -9,7 +9,7 @@ import pytest
 
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size.question import SHIPPED
-from harness.tools.repro import releases, true_size
+from harness.tools.repro import releases, true_size_engine
 from harness.tools.repro.case import Case, all_cases, describe
 
 
@@ -18,7 +18,7 @@ def shipped(name: str) -> dict[str, object]:
 
 
 def test_a_model_has_fewer_layers_and_its_true_widths() -> None:
-    with true_size.true_model("mimo_v2_flash", 3, hidden_size=6144, quantization_config=None) as folder:
+    with true_size_engine.true_model("mimo_v2_flash", 3, hidden_size=6144, quantization_config=None) as folder:
         made = json.loads((folder / "config.json").read_text())
     whole = shipped("mimo_v2_flash")
     differs = {key for key in whole if made.get(key) != whole[key]}
@@ -34,7 +34,7 @@ def test_a_model_has_fewer_layers_and_its_true_widths() -> None:
 
 
 def test_layers_and_fields_of_a_language_model_go_into_its_own_config() -> None:
-    with true_size.true_model("kimi_k3", 2, {"hidden_act": "silu"}) as folder:
+    with true_size_engine.true_model("kimi_k3", 2, {"hidden_act": "silu"}) as folder:
         made = json.loads((folder / "config.json").read_text())
     assert "num_hidden_layers" not in made and made["text_config"]["num_hidden_layers"] == 2
     assert made["text_config"]["hidden_act"] == "silu"
@@ -43,7 +43,7 @@ def test_layers_and_fields_of_a_language_model_go_into_its_own_config() -> None:
 def test_what_full_size_cannot_answer_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"], "model_type": "llama"}))
     with pytest.raises(UnsupportedEnvironment, match="has no class for NobodysForCausalLM"):
-        true_size.full_size(tmp_path, "--tp", 2)
+        true_size_engine.full_size(tmp_path, "--tp", 2)
 
 
 def test_a_variant_goes_on_in_the_other_release(monkeypatch: pytest.MonkeyPatch) -> None:
