@@ -20,7 +20,7 @@ from harness.runtime import redact
 from harness.runtime.tracebacks import Traceback
 from harness.tools.bisection.candidates import Candidate, git, git_lines, labels
 from harness.tools.bisection.confidence import CONFIDENCE, confidence, failure_rate, is_sure
-from harness.tools.bisection.failures import (
+from harness.tools.bisection.failure_causes import (
     cause_of,
     frames_of,
     pattern_for,

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 from harness.runtime.errors import CANNOT_RUN_HERE
 from harness.runtime.processes import SupervisorKilled, run_tree
-from harness.tools.bisection.failures import find_failure, shorten
+from harness.tools.bisection.failure_causes import find_failure, shorten
 from harness.tools.bisection.installation import Environment, module_of
 from harness.tools.bisection.question import Pause, Question, command_of, is_of_this_repository, is_python, is_torchrun
 from harness.tools.bisection.search import Verdict

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.tools.bisection.failures import cause_of, pattern_for, same_cause
+from harness.tools.bisection.failure_causes import cause_of, pattern_for, same_cause
 from harness.tools.bisection.state import Failure
 from tests.tools.bisection.planned import failed
 
