@@ -20,7 +20,14 @@ from packaging.version import InvalidVersion, Version
 from harness.config.layers import ConfigError
 from harness.runtime import redact
 from harness.runtime.errors import report_user_error
-from harness.tools.bisection.answer import EXIT_CODES, Answer, answer_of, edge_to_confirm, next_for_cause, write_report
+from harness.tools.bisection.bisect_report import (
+    EXIT_CODES,
+    Answer,
+    answer_of,
+    edge_to_confirm,
+    next_for_cause,
+    write_report,
+)
 from harness.tools.bisection.candidates import (
     Candidate,
     CannotRevert,

@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import join
 
 from harness.runtime.cpu_standins import STANDINS, torch_is_for_cpu
-from harness.tools.bisection.answer import answer_of, sentences
+from harness.tools.bisection.bisect_report import answer_of, sentences
 from harness.tools.bisection.bisection import COMMITS_FOLDER
 from harness.tools.bisection.question import SCRIPT
 from harness.tools.bisection.state import STATE, load_state

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.tools.bisection import bisection
-from harness.tools.bisection.answer import Answer
+from harness.tools.bisection.bisect_report import Answer
 from harness.tools.bisection.bisection import Bisection, Progress
 from harness.tools.bisection.candidates import Candidate
 from harness.tools.bisection.classify import LOG, Run

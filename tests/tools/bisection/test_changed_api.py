@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection.answer import changed_api
+from harness.tools.bisection.bisect_report import changed_api
 from harness.tools.bisection.installation import Environment
 from harness.tools.bisection.state import Record
 

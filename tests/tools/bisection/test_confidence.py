@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from harness.tools.bisection.answer import sentences
+from harness.tools.bisection.bisect_report import sentences
 from harness.tools.bisection.confidence import confidence, runs_spent
 from harness.tools.bisection.question import WrongQuestion
 from tests.tools.bisection.planned import answer, failed, new_state, passed

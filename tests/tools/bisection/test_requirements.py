@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.tools.bisection.answer import describe_unmet
+from harness.tools.bisection.bisect_report import describe_unmet
 from harness.tools.bisection.installation import Environment, unmet_requirements
 from harness.tools.bisection.state import Record
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection.answer import EXIT_CODES, Answer, sentences, write_report
+from harness.tools.bisection.bisect_report import EXIT_CODES, Answer, sentences, write_report
 from harness.tools.bisection.question import WrongQuestion
 from harness.tools.bisection.state import Attempt, State
 from tests.tools.bisection.planned import answer, failed, new_state, passed
