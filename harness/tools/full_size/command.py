@@ -53,7 +53,7 @@ def _answer(name: str, options: Options, question: Question) -> int:
     prepare_import(question.folder, question.has_draft)
     with collecting_nothing():
         from harness.rollout.sglang_api import meta_model
-        from harness.tools.full_size.answer import SHOWN, find_answer
+        from harness.tools.full_size.model_verdict import SHOWN, find_answer
 
         meta_model.import_all(question.folder)
     answer = find_answer(name, options, question, started, imported=time.monotonic())

@@ -15,7 +15,6 @@ from pathlib import Path
 import jinja2
 
 from harness.runtime.units import GIB
-from harness.tools.full_size.answer import SHOWN, Answer, total_gb
 from harness.tools.full_size.compare import ranges
 from harness.tools.full_size.engine_ranks import NO_LAYER, EngineRank, layer_of
 from harness.tools.full_size.findings import KV_CACHE_SCALES
@@ -31,6 +30,7 @@ from harness.tools.full_size.heat_map import (
     label_of,
     summed,
 )
+from harness.tools.full_size.model_verdict import SHOWN, Answer, total_gb
 from harness.tools.full_size.sync_plan import SyncPlan
 from harness.tools.full_size.whole_run import WholeRun
 

@@ -17,10 +17,10 @@ import torch
 from harness.cluster.mesh import ParallelDims
 from harness.config.layers import Layer, build_config
 from harness.runtime.units import GIB
-from harness.tools.full_size.answer import Answer
 from harness.tools.full_size.engine_ranks import EngineRank, filled_in_part
 from harness.tools.full_size.findings import Findings
 from harness.tools.full_size.gpu_stages import EngineShare, GpuMemory, Shares, TrainerShare
+from harness.tools.full_size.model_verdict import Answer
 from harness.tools.full_size.page import page_of
 from harness.tools.full_size.question import Options, Question
 from harness.tools.full_size.sync_plan import RunShape, SyncPlan
