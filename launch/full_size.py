@@ -26,7 +26,7 @@ from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import environments
 from harness.tools.command_line import exit_with, read_known_options, unknown_option
 from harness.tools.full_size.command import run
-from harness.tools.full_size.question import Options
+from harness.tools.full_size.model_and_options import Options
 
 
 def main(arguments: list[str]) -> int:

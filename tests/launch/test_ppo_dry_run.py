@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.tools.command_line import parse, read_known_options
-from harness.tools.full_size.question import Options
+from harness.tools.full_size.model_and_options import Options
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = "configs/multinode/deepseek_v3_671b.toml"

@@ -14,7 +14,7 @@ from harness.rollout.cpu_mode import cpu_environment
 from harness.runtime import cpu_standins
 from harness.runtime.files import replace_file
 from harness.runtime.fork_server import collecting_nothing
-from harness.tools.full_size.question import Options, Question, read_question
+from harness.tools.full_size.model_and_options import Options, Question, read_question
 
 SUFFIX = {"--json": ".json", "--page": ".html"}
 

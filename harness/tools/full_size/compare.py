@@ -25,7 +25,7 @@ from harness.tools.bisection.question import Options as BisectOptions
 from harness.tools.bisection.question import Pause
 from harness.tools.bisection.question import Question as BisectQuestion
 from harness.tools.environments import REPOSITORY, has_gpu
-from harness.tools.full_size.question import Options, read_question
+from harness.tools.full_size.model_and_options import Options, read_question
 
 SCRIPT = "launch/full_size.py"
 NOT_PASSED_ON = ("against", "json")

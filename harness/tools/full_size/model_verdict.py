@@ -24,8 +24,8 @@ from harness.tools.full_size.checkpoint_beside import CheckpointBeside, compare_
 from harness.tools.full_size.draft_model import DraftModel
 from harness.tools.full_size.engine_ranks import EngineRank
 from harness.tools.full_size.findings import Findings
+from harness.tools.full_size.model_and_options import Options, Question
 from harness.tools.full_size.passed_on import refused_for_hardware
-from harness.tools.full_size.question import Options, Question
 from harness.tools.full_size.sync_plan import Rates
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class, trainer_names
 from harness.tools.full_size.whole_run import WholeRun

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
-from harness.tools.full_size.question import SHIPPED
+from harness.tools.full_size.model_and_options import SHIPPED
 
 if TYPE_CHECKING:
     from harness.weights.fusing import FusingGroup

@@ -13,7 +13,7 @@ from harness.config.resolve import resolve
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.question import SECTIONS, Options, read_question
+from harness.tools.full_size.model_and_options import SECTIONS, Options, read_question
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_names
 from harness.weights.fp8_blocks import is_quantized
 from tests.tools.full_size.test_full_size import MODELS, REPOSITORY, full_size, with_layers

@@ -21,10 +21,10 @@ from pathlib import Path
 from harness.runtime import cpu_standins
 cpu_standins.activate()
 from harness.tools.command_line import parse
-from harness.tools.full_size import question, whole_run
+from harness.tools.full_size import model_and_options, whole_run
 from harness.tools.full_size.gpu_stages import BESIDE, EngineShare, GpuMemory, Shares
 config = parse(sys.argv[2:]).config
-folder = question._of_config(config, question.Options(), Path(sys.argv[1])).folder
+folder = model_and_options._of_config(config, model_and_options.Options(), Path(sys.argv[1])).folder
 peaks = whole_run.measure_trainer(folder, config, 2)
 trainers = {role: whole_run.trainer_share(each) for role, each in peaks.items()}
 stages = GpuMemory(config, 1 << 37, Shares(engine=[EngineShare(0, 0, 0, 0, 0)], trainers=trainers, bucket_bytes=0)).stages

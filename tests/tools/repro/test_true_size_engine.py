@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.question import SHIPPED
+from harness.tools.full_size.model_and_options import SHIPPED
 from harness.tools.repro import releases, true_size_engine
 from harness.tools.repro.case import Case, all_cases, describe
 

@@ -11,8 +11,8 @@ from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.command_line import read_known_options
 from harness.tools.full_size.command import run
 from harness.tools.full_size.forks import Told, in_forks
+from harness.tools.full_size.model_and_options import Options, Question, read_question
 from harness.tools.full_size.passed_on import refused_for_hardware
-from harness.tools.full_size.question import Options, Question, read_question
 from tests.tools.full_size.test_full_size import MODELS, full_size, with_layers
 
 MODEL = "deepseek_v3_bf16"
@@ -241,7 +241,7 @@ def asserting(cause: Exception) -> None:
 
 
 def test_a_cause_without_words_is_named_by_its_place(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Told, match=r"rank 0: AssertionError at .*test_question\.py:\d+: raise cause"):
+    with pytest.raises(Told, match=r"rank 0: AssertionError at .*test_model_and_options\.py:\d+: raise cause"):
         in_forks(asserting, {0: (AssertionError(),)}, processes=1)
     with pytest.raises(Told, match=r"^rank 0: ValueError: heads$"):
         in_forks(asserting, {0: (ValueError("heads"),)}, processes=1)
