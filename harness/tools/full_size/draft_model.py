@@ -14,7 +14,8 @@ import torch
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.engine_ranks import (
+from harness.tools.full_size.findings import Findings
+from harness.tools.full_size.ranks_at_true_size import (
     NO_LAYER,
     EngineRank,
     EngineShape,
@@ -23,7 +24,6 @@ from harness.tools.full_size.engine_ranks import (
     kind_of,
     layer_of,
 )
-from harness.tools.full_size.findings import Findings
 from harness.weights.fusing import FusingGroup, fusing_groups
 from harness.weights.tensor_view import TensorView
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from harness.rollout.sglang_api.absent_hardware import tells_what_is_absent
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.engine_ranks import EngineRank, filled_in_part, given_to_all, layer_of
+from harness.tools.full_size.ranks_at_true_size import EngineRank, filled_in_part, given_to_all, layer_of
 from harness.weights.presync_checks import coverage_problems, unfilled_parameters
 from harness.weights.worker.coverage import LoadCoverage
 

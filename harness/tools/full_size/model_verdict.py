@@ -19,13 +19,13 @@ from huggingface_hub.errors import StrictDataclassError
 from harness.config.layers import ConfigError
 from harness.rollout.sglang_api.absent_hardware import AssumedGpu
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size import draft_model, engine_ranks, whole_run
+from harness.tools.full_size import draft_model, ranks_at_true_size, whole_run
 from harness.tools.full_size.checkpoint_beside import CheckpointBeside, compare_checkpoint
 from harness.tools.full_size.draft_model import DraftModel
-from harness.tools.full_size.engine_ranks import EngineRank
 from harness.tools.full_size.findings import Findings
 from harness.tools.full_size.model_and_options import Options, Question
 from harness.tools.full_size.passed_on import refused_for_hardware
+from harness.tools.full_size.ranks_at_true_size import EngineRank
 from harness.tools.full_size.sync_plan import Rates
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class, trainer_names
 from harness.tools.full_size.whole_run import WholeRun
@@ -211,7 +211,7 @@ def find_answer(name: str, options: Options, question: Question, started: float,
     layout = names.layout
     mtp = draft_model.mtp_layout(question.folder, layout) if question.has_draft else ()
     groups = fusing_groups(layout)
-    shape = engine_ranks.EngineShape(
+    shape = ranks_at_true_size.EngineShape(
         folder=question.engine_folder, arguments=question.arguments, tp=question.tp, pp=question.pp,
         processes=len(os.sched_getaffinity(0)),
     )  # fmt: skip
@@ -227,9 +227,9 @@ def find_answer(name: str, options: Options, question: Question, started: float,
     )  # fmt: skip
     peaks = whole_run.measure_trainer(question.folder, question.run, shape.processes) if question.run else {}
     try:
-        ranks = engine_ranks.examine(shape, groups, options.all_ranks)
+        ranks = ranks_at_true_size.examine(shape, groups, options.all_ranks)
         draft = draft_model.examine_draft(shape, ranks, layout, mtp) if mtp else None
-    except engine_ranks.RankFailed as error:
+    except ranks_at_true_size.RankFailed as error:
         if refused := refused_for_hardware(str(error), question.arguments):
             raise UnsupportedEnvironment(f"SGLang refuses {refused} without the hardware for it: {error}") from None
         return replace(answer, cannot_build=str(error))

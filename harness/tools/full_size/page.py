@@ -16,7 +16,6 @@ import jinja2
 
 from harness.runtime.units import GIB
 from harness.tools.full_size.compare import ranges
-from harness.tools.full_size.engine_ranks import NO_LAYER, EngineRank, layer_of
 from harness.tools.full_size.findings import KV_CACHE_SCALES
 from harness.tools.full_size.heat_map import (
     FAULT,
@@ -31,6 +30,7 @@ from harness.tools.full_size.heat_map import (
     summed,
 )
 from harness.tools.full_size.model_verdict import SHOWN, Answer, total_gb
+from harness.tools.full_size.ranks_at_true_size import NO_LAYER, EngineRank, layer_of
 from harness.tools.full_size.sync_plan import SyncPlan
 from harness.tools.full_size.whole_run import WholeRun
 
@@ -48,7 +48,7 @@ PARTS = 10
 BAR = 760
 """Pixels of the longest bar."""
 ON_RANK = re.compile(r"on engine rank (\d+) nothing sent would fill")
-"""Matches the problems of a single rank (`engine_ranks.filled_in_part`)."""
+"""Matches the problems of a single rank (`ranks_at_true_size.filled_in_part`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

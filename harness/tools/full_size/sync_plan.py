@@ -16,7 +16,7 @@ import torch
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.schema import TransportName
-from harness.tools.full_size.engine_ranks import NO_LAYER, EngineRank, Layers, kind_of
+from harness.tools.full_size.ranks_at_true_size import NO_LAYER, EngineRank, Layers, kind_of
 from harness.trainer.rows import RowShards
 from harness.weights.fusing import FusingGroup
 from harness.weights.gather import plan_buckets

@@ -1,8 +1,8 @@
 """A whole run at the model's true size: what each GPU holds in each stage of a step, and what a weight sync moves.
 
-Engine and trainer answer by their own code (`engine_ranks.py`, `trainer_memory.py`). SGLang's own code counts the KV
-cache of one token. What CUDA, NCCL and SGLang keep
-beside is not executed, but a number that was measured once (`gpu_stages.py`).
+Engine and trainer answer by their own code (`ranks_at_true_size.py`, `trainer_memory.py`). SGLang's own code counts
+the KV cache of one token. What CUDA, NCCL and SGLang keep beside is not executed, but a number that was measured once
+(`gpu_stages.py`).
 """
 
 from collections import Counter, defaultdict
@@ -19,7 +19,6 @@ from harness.config.schema import Config, TransportName
 from harness.rollout.sglang_api.meta_kv_cache import KvCache
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.units import GIB, MIB
-from harness.tools.full_size.engine_ranks import NO_LAYER, EngineRank, by_layer
 from harness.tools.full_size.forks import ForkEnded, in_forks
 from harness.tools.full_size.gpu_stages import (
     BESIDE,
@@ -32,6 +31,7 @@ from harness.tools.full_size.gpu_stages import (
     engine_arguments,
     size,
 )
+from harness.tools.full_size.ranks_at_true_size import NO_LAYER, EngineRank, by_layer
 from harness.tools.full_size.sync_plan import TRANSPORTS, Rates, RunShape, SyncPlan, SyncPlanner
 from harness.tools.full_size.trainer_memory import Execution, Role, TrainerPeaks, trainer_peaks
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class

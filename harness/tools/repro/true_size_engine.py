@@ -101,10 +101,10 @@ def check_engine(
     because the groups are a part of the checkpoint. draft: build the draft model of speculative decoding instead.
     arguments: SGLang's server arguments. Exit with 1 if something does not arrive, or if SGLang cannot build a rank.
     """
-    from harness.tools.full_size import engine_ranks
+    from harness.tools.full_size import ranks_at_true_size
     from harness.tools.full_size.findings import Findings
 
-    shape = engine_ranks.EngineShape(
+    shape = ranks_at_true_size.EngineShape(
         folder=folder,
         arguments={"tp_size": tp, "dtype": "bfloat16", **arguments},
         tp=tp,
@@ -113,8 +113,8 @@ def check_engine(
         draft=draft,
     )
     try:
-        ranks = engine_ranks.examine(shape, groups, True)
-    except engine_ranks.RankFailed as error:
+        ranks = ranks_at_true_size.examine(shape, groups, True)
+    except ranks_at_true_size.RankFailed as error:
         sys.exit(f"the engine cannot be built: {error}")
     if not groups:
         print(f"SGLang builds all {len(ranks)} ranks")

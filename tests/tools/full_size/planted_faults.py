@@ -238,8 +238,8 @@ if __name__ == "__main__":
     import torch
 
     from harness.tools.full_size.draft_model import examine_draft, mtp_layout
-    from harness.tools.full_size.engine_ranks import EngineShape, examine
     from harness.tools.full_size.findings import Findings
+    from harness.tools.full_size.ranks_at_true_size import EngineShape, examine
     from harness.tools.full_size.trainer_names import trainer_layout
     from harness.weights.fusing import fusing_groups
     from harness.weights.tensor_view import TensorView

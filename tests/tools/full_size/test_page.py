@@ -17,12 +17,12 @@ import torch
 from harness.cluster.mesh import ParallelDims
 from harness.config.layers import Layer, build_config
 from harness.runtime.units import GIB
-from harness.tools.full_size.engine_ranks import EngineRank, filled_in_part
 from harness.tools.full_size.findings import Findings
 from harness.tools.full_size.gpu_stages import EngineShare, GpuMemory, Shares, TrainerShare
 from harness.tools.full_size.model_and_options import Options, Question
 from harness.tools.full_size.model_verdict import Answer
 from harness.tools.full_size.page import page_of
+from harness.tools.full_size.ranks_at_true_size import EngineRank, filled_in_part
 from harness.tools.full_size.sync_plan import RunShape, SyncPlan
 from harness.tools.full_size.trainer_names import TrainerNames
 from harness.tools.full_size.whole_run import WholeRun, missing_bytes, own_parts

@@ -25,7 +25,7 @@ from harness.rollout.sglang_api import meta_model
 meta_model.prepare_import(Path(folder))
 import torch
 from harness.cluster.mesh import ParallelDims
-from harness.tools.full_size import engine_ranks
+from harness.tools.full_size import ranks_at_true_size
 from harness.tools.full_size.sync_plan import RunShape, SyncPlanner
 from harness.tools.full_size.trainer_names import trainer_names
 from harness.trainer.rows import RowShards
@@ -38,14 +38,14 @@ dims = ParallelDims(dp=dp, tp=tp, pp=pp, rank_order=order)
 names = trainer_names(Path(folder), torch.bfloat16)
 groups = fusing_groups(names.layout)
 arguments = {"tp_size": tp, "pp_size": pp, "dtype": "bfloat16"}
-shape = engine_ranks.EngineShape(folder=Path(folder), arguments=arguments, tp=tp, pp=pp, processes=2)
+shape = ranks_at_true_size.EngineShape(folder=Path(folder), arguments=arguments, tp=tp, pp=pp, processes=2)
 shards, limit = names.shards(dims.world_size), 1 << 16
 
 def planner(every_name):
     return SyncPlanner(
-        shape=RunShape(dims=dims, nproc_per_node=nproc), layers=engine_ranks.by_layer(groups), shards=shards,
-        held={each: torch.float32 for each in names.tensors}, engine=engine_ranks.examine(shape, groups, every_name),
-        bucket_bytes=limit,
+        shape=RunShape(dims=dims, nproc_per_node=nproc), layers=ranks_at_true_size.by_layer(groups), shards=shards,
+        held={each: torch.float32 for each in names.tensors}, bucket_bytes=limit,
+        engine=ranks_at_true_size.examine(shape, groups, every_name),
     )
 
 few, every = planner(False), planner(True)
