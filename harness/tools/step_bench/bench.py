@@ -24,7 +24,7 @@ from harness.ppo import Ppo
 from harness.rollout.verl_engine import VerlEngine
 from harness.task.data import Prompt
 from harness.tools.step_bench.sglang_bench import offline_throughput
-from harness.tools.sync.bench import all_gather_row
+from harness.tools.sync.time_syncs import all_gather_row
 from harness.train import gather_phases, start_record
 from harness.trainer.batch import Batch
 

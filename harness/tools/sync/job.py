@@ -24,7 +24,7 @@ from harness.rollout import sglang_api
 from harness.rollout.engine import RolloutEngine
 from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.task.data import load_rows
-from harness.tools.sync.bench import BenchRow, all_gather_row, as_table, bytes_line, sync_row
+from harness.tools.sync.time_syncs import BenchRow, all_gather_row, as_table, bytes_line, sync_row
 from harness.trainer.model import load_causal_lm
 from harness.weights.presync_checks import first_of
 from harness.weights.pull.transport import PullTransport

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness.tools.sync.bench import BenchRow, all_gather_row, as_table, sync_row
+from harness.tools.sync.time_syncs import BenchRow, all_gather_row, as_table, sync_row
 from tests.cluster.gloo import on_ranks
 
 WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
