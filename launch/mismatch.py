@@ -42,7 +42,9 @@ def main(arguments: list[str]) -> int:
             raise ValueError("rollout.load and rollout.only run half of what is to be compared; leave them out.")
     except ValueError as error:
         return report_user_error(error, rank)
-    return start_job(command.config, "launch/mismatch.py", arguments, "harness.tools.mismatch.job:find_mismatch")
+    return start_job(
+        command.config, "launch/mismatch.py", arguments, "harness.tools.mismatch.source_search:find_mismatch"
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from harness.tools.observers import standard_observers  # noqa: E402
 
 def job(context: RunContext) -> str:
     planting.register_in_trainer()
-    from harness.tools.mismatch.job import find_mismatch  # imports transformers
+    from harness.tools.mismatch.source_search import find_mismatch  # imports transformers
 
     return find_mismatch(context)
 
