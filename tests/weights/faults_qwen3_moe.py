@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from harness.task.tiny_models import save_tiny_model
 from harness.trainer.model import load_causal_lm
-from harness.weights.verification.kept_copies import describe_stale_copies
+from harness.weights.verification.stale_copies import describe_stale_copies
 from harness.weights.worker.kept_copies import find_copies
 from tests.weights.faults_in_scheduler import KEEP
 from tests.weights.faults_stand import Stand, live_layout, no_bit_is_missed, no_shard_is_padding, patching, raising, run

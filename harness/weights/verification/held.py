@@ -24,11 +24,11 @@ from harness.weights.verification.fingerprint import (
     compare_fingerprints,
     trainer_sums,
 )
-from harness.weights.verification.kept_copies import STALE_COPY, describe_stale_copies
 from harness.weights.verification.readback import read_back
 from harness.weights.verification.refusals import refuse
 from harness.weights.verification.reload import ReloadFindings, load_again
 from harness.weights.verification.snapshot import Snapshot, changed_tensors, snapshot_weights
+from harness.weights.verification.stale_copies import STALE_COPY, describe_stale_copies
 from harness.weights.worker.kept_copies import find_copies
 
 Fingerprints = dict[int, dict[str, int]]

@@ -14,10 +14,10 @@ from harness.trainer.batch import Batch
 from harness.weights.verification.checked_run import CheckedRun
 from harness.weights.verification.disk_reload import DiskReloads
 from harness.weights.verification.held import HeldWeights
-from harness.weights.verification.kept_copies import STALE_COPY
 from harness.weights.verification.perturb import perturb
 from harness.weights.verification.refusals import WeightsDidNotArrive
 from harness.weights.verification.second_look import Scored
+from harness.weights.verification.stale_copies import STALE_COPY
 from harness.weights.verification.tolerance import Tolerance
 
 Generate = Callable[[], Batch]
