@@ -14,7 +14,7 @@ from harness.weights.loader import EngineLoader
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.verification.fingerprint import in_role
 from harness.weights.verification.reload import load_again
-from harness.weights.worker import readback
+from harness.weights.worker import compare_tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +32,10 @@ class ReadBack:
 def read_back(weights: TrainerWeights, loader: EngineLoader) -> ReadBack:
     """Compare all that the engines hold with the trainer's weights. A collective call of all ranks; needs can_ask."""
     loader.trace_once()
-    wrong: readback.Differences = {}
+    wrong: compare_tensors.Differences = {}
     with loader.engine.weight_update():
         for bucket in weights.buckets:
-            wrong |= loader.engine.ask(readback.compare, (weights.gather_buffer(bucket), bucket.views))
+            wrong |= loader.engine.ask(compare_tensors.compare, (weights.gather_buffer(bucket), bucket.views))
     # A sync that checks nothing has not made sure that every name is read.
     read = {copy.source.name for each in loader.coverage for copies in each.copies for copy in copies}
     never = {view.name for view in weights.layout} - read - loader.opaque

@@ -14,8 +14,8 @@ from harness.cluster.world import all_gather
 from harness.weights.loader import EngineLoader
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.verification.snapshot import describe_tensor
-from harness.weights.worker import readback
-from harness.weights.worker.readback import Reload, Reloaded
+from harness.weights.worker import compare_tensors
+from harness.weights.worker.compare_tensors import Reload, Reloaded
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,7 +57,7 @@ def load_again(weights: TrainerWeights, loader: EngineLoader, names: Collection[
 
 def _add(findings: ReloadFindings, loader: EngineLoader, names: list[str], reload: Reload) -> int:
     """Have all schedulers do one reload; return how many tensors rank 0's compared."""
-    everyone: list[Reloaded] = all_gather(loader.engine.ask(readback.load_again, reload))
+    everyone: list[Reloaded] = all_gather(loader.engine.ask(compare_tensors.load_again, reload))
     what = ", ".join([*names[:4], *([f"{len(names) - 4} more"] if len(names) > 4 else [])]) or "what is derived"
     errors = dict.fromkeys(each.error for each in everyone if each.error)
     findings.not_covered += [f"{what}: loading again raised {error}" for error in errors]

@@ -7,7 +7,7 @@ from harness.rollout.engine import RolloutEngine
 from harness.rollout.served_models import TARGET
 from harness.weights.loader import EngineLoader
 from harness.weights.tensor_view import TensorView
-from harness.weights.worker import readback
+from harness.weights.worker import compare_tensors
 from harness.weights.worker.model_state import DERIVED
 
 Snapshot = dict[str, int]
@@ -17,7 +17,7 @@ Snapshot = dict[str, int]
 def snapshot_weights(engine: RolloutEngine) -> Snapshot:
     """Return fingerprints of all that the scheduler next to this rank holds. A collective call of all ranks."""
     with engine.weight_update():
-        return engine.ask(readback.held_tensors)
+        return engine.ask(compare_tensors.held_tensors)
 
 
 def changed_tensors(loader: EngineLoader, before: Snapshot) -> list[str]:
