@@ -1,6 +1,7 @@
-"""Keep secrets out of what a run writes and prints, by the name of a variable and by the shape of a value.
+"""Keep secrets out of what is written for others to read, by the name of a variable and by the shape of a value.
 
-Everything that a process of the run writes to a file, to the console or to another host's report passes through here.
+A run's config and environment, its reports, exported programs and what the doctor's ranks tell each other pass through
+here. Events, logs and stacks do not: their folder is the user's alone (docs/security.md).
 A redacted value shows four hex digits of its hash. They show that two ranks have different secrets, and do not help to
 guess one.
 """
