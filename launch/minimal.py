@@ -87,7 +87,8 @@ def say(text: str) -> None:
 SETTINGS = parse(sys.argv[1:]) if __name__ == "__main__" else Settings()
 if __name__ == "__main__":
     if "RANK" not in os.environ:
-        sys.exit("error: start this with torchrun --nproc-per-node=2 launch/minimal.py")
+        print("error: start this with torchrun --nproc-per-node=2 launch/minimal.py", file=sys.stderr)
+        sys.exit(2)
     say("importing torch, transformers and SGLang, which takes seconds")
     gc.disable()  # until they are imported: a fifth of that time would go into looking for garbage among the modules
     # As torchrun sets it for several ranks. A process that was forked would wait for ever for threads of its parent.

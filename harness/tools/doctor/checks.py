@@ -18,8 +18,8 @@ from harness.cluster.placement import host_name, place
 from harness.config.engine_rules import expandable_segments
 from harness.config.schema import Config
 from harness.runtime.units import GIB, MIB
-from harness.tools.doctor.facts import RankFacts
 from harness.tools.doctor.links import Backend, RankLinks
+from harness.tools.doctor.rank_facts import RankFacts
 from harness.tools.environment_file import NOT_INSTALLED
 from harness.tools.ranks import ranks_by, ranks_in_words, values_in_words
 

@@ -12,8 +12,8 @@ from harness.cluster.placement import RankLocation
 from harness.config.schema import Config, Parallel
 from harness.runtime.units import GIB
 from harness.tools.doctor.checks import Examination
-from harness.tools.doctor.facts import Gpu, RankFacts
 from harness.tools.doctor.links import Collective, RankLinks, Reach
+from harness.tools.doctor.rank_facts import Gpu, RankFacts
 
 Change = Callable[[RankFacts], RankFacts]
 

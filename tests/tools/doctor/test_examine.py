@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from harness.cluster.world import Launch
 from harness.config.schema import Config, Parallel
 from harness.tools.doctor import examine
-from harness.tools.doctor.facts import RankFacts, collect
 from harness.tools.doctor.job_store import JobStore, connect
+from harness.tools.doctor.rank_facts import RankFacts, collect
 from harness.tools.repro.local_ranks import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from harness.tools.doctor.facts import RankFacts
 from harness.tools.doctor.job_store import Absent, JobStore, connect, left, within
 from harness.tools.doctor.links import RankLinks
+from harness.tools.doctor.rank_facts import RankFacts
 from tests.tools.doctor.examples import facts_of, healthy
 
 
@@ -90,7 +90,7 @@ def test_a_value_of_another_type_is_that_of_no_rank(value: str) -> None:
     assert JobStore(store, 0, 2).gather("facts", mine, 1, RankFacts) == [mine, None]
 
 
-def test_facts_and_links_come_out_as_they_went_in() -> None:
+def test_rank_facts_and_links_come_out_as_they_went_in() -> None:
     store = dist.HashStore()
     job = healthy()
     for rank, (facts, links) in enumerate(zip(job.facts, job.links, strict=True)):

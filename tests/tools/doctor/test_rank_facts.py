@@ -8,8 +8,8 @@ import torch
 
 from harness.cluster.world import Launch
 from harness.config.schema import Config, Model
-from harness.tools.doctor import facts
-from harness.tools.doctor.facts import collect, room
+from harness.tools.doctor import rank_facts
+from harness.tools.doctor.rank_facts import collect, room
 
 LAUNCH = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -85,9 +85,9 @@ class Nvml:
 def test_a_gpu_is_read_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    monkeypatch.setattr(facts, "gpu_uuid", lambda index: "GPU-0")
+    monkeypatch.setattr(rank_facts, "gpu_uuid", lambda index: "GPU-0")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    gpu, reason = facts.look_at_gpu(torch.device("cuda", 0))
+    gpu, reason = rank_facts.look_at_gpu(torch.device("cuda", 0))
     assert gpu and reason == "" and library.opened == 0
     assert (gpu.uuid, gpu.name, gpu.total, gpu.free) == ("GPU-0", "NVIDIA H200", 100, 60)
 
@@ -96,8 +96,8 @@ def test_without_nvml_torch_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
     library = Nvml()
     monkeypatch.setattr(library, "nvmlInit", lambda: (_ for _ in ()).throw(Nvml.NVMLError("no driver")))
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    monkeypatch.setattr(facts, "gpu_uuid", lambda index: "GPU-0")
+    monkeypatch.setattr(rank_facts, "gpu_uuid", lambda index: "GPU-0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    gpu, reason = facts.look_at_gpu(torch.device("cuda", 0))
+    gpu, reason = rank_facts.look_at_gpu(torch.device("cuda", 0))
     assert gpu and (gpu.free, gpu.total) == (60, 100) and reason == "NVML: no driver"
