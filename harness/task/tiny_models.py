@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from unittest.mock import patch
 
 from harness.runtime.cpu_standins import make_transformers_importable
 
@@ -179,6 +178,8 @@ def save_tiny_model(
     if weights:
         # The first rank of each host saves the model there. Once torch.distributed is initialized, transformers 5.19
         # lets only rank 0 save, which on other hosts would leave an empty folder.
+        from unittest.mock import patch
+
         with patch("torch.distributed.is_initialized", return_value=False):
             tiny_model(config, seed, dtype).save_pretrained(folder)
         add_mtp_layer(Path(folder) / "model.safetensors", config, seed)

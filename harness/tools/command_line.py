@@ -143,26 +143,23 @@ def print_help(prog: str, description: str) -> None:
     """Print all options and keys of a run with type, default and meaning, the common keys first."""
     print(f"usage: {prog} [FILE.toml ...] [--section.key VALUE ...] [OPTION ...]\n\n{description.strip()}")
     print(f"\noptions:\n{_options_help(RunOptions())}")
-    config = Config()
+    sections = {each.name: getattr(Config(), each.name) for each in fields(Config)}
+    docs = {section: _docs_of(type(values)) for section, values in sections.items()}
     print("\ncommon keys:\n  All keys follow below, section by section.\n")
     for key in COMMON:
-        print(_key_help(config, key, first_sentence=True))
-    for section in fields(Config):
-        values = getattr(config, section.name)
-        print(f"\n{section.name}:\n{_wrapped(inspect.getdoc(type(values)) or '', 2)}")
+        section, _, name = key.partition(".")
+        print(_key_help(sections[section], key, docs[section][name].split(". ")[0].rstrip(".") + "."))
+    for section, values in sections.items():
+        print(f"\n{section}:\n{_wrapped(inspect.getdoc(type(values)) or '', 2)}")
         print()
         for each in fields(values):
-            print(_key_help(config, f"{section.name}.{each.name}"))
+            print(_key_help(values, f"{section}.{each.name}", docs[section][each.name]))
 
 
-def _key_help(config: Config, key: str, first_sentence: bool = False) -> str:
-    """Return a key of the config with its type, meaning and default."""
-    section, _, name = key.partition(".")
-    values = getattr(config, section)
+def _key_help(values: Any, key: str, text: str) -> str:
+    """Return a key of the config with its type, meaning and default. values: its section. text: its meaning."""
+    name = key.partition(".")[2]
     [item] = [each for each in fields(values) if each.name == name]
-    text = _docs_of(type(values))[name]
-    if first_sentence:
-        text = text.split(". ")[0].rstrip(".") + "."
     option = f"--{key}"
     if get_origin(item.type) is dict:
         option += ".NAME"
