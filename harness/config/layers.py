@@ -189,11 +189,25 @@ def _parse_text(text: str, kind: Any) -> Any:
     return text
 
 
+OTHER_NAMES = {
+    "rollout.n": "rollout.responses_per_prompt",
+    "algorithm.name": "algorithm.advantage",
+    "algorithm.adv_estimator": "algorithm.advantage",
+}
+"""What people of other trainers call a key -> the key."""
+VERL_SECTIONS = ("actor_rollout_ref", "data", "trainer", "reward_model", "custom_reward_function", "ray_kwargs")
+"""Sections of verl's config that a config here does not have."""
+OF_VERL = "this is verl's config; launch/from_verl.py translates verl's commands and resolved configs"
+
+
 def _unknown_key(key: str, source: str, known: list[str]) -> str:
+    if key.partition(".")[0] in VERL_SECTIONS:
+        return f"{key} ({source}) is not a key of this version: {OF_VERL}."
     name = key.rsplit(".", 1)[-1]
     found = (
+        [ours for theirs, ours in OTHER_NAMES.items() if theirs == key]
         # actor.lr -> actor.learning_rate
-        [full for full in known if "".join(word[0] for word in full.rsplit(".", 1)[-1].split("_")) == name]
+        or [full for full in known if "".join(word[0] for word in full.rsplit(".", 1)[-1].split("_")) == name]
         or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
         # The same name in another section.
         or [full for full in key_types() if full.rsplit(".", 1)[-1] == name]

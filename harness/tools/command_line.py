@@ -13,13 +13,15 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from harness.config.layers import (
     COMMAND_LINE,
     KINDS,
+    OF_VERL,
+    VERL_SECTIONS,
     ConfigError,
     Layer,
     build_config,
@@ -195,11 +197,14 @@ def _split(words: list[str], options: type) -> tuple[list[str], list[tuple[str, 
         if not word.startswith("--"):
             if not word.endswith(".toml"):
                 what = f'"{word}" ({COMMAND_LINE}) must be a TOML file or an option'
-                raise ConfigError(f"{what}; write --section.key VALUE, or FILE.toml.")
+                is_verls = word.lstrip("+~").partition(".")[0] in VERL_SECTIONS
+                raise ConfigError(f"{what}; {OF_VERL if is_verls else 'write --section.key VALUE, or FILE.toml'}.")
             files.append(word)
             continue
+        if " " in key:
+            raise ConfigError(f'"{word}" ({COMMAND_LINE}) is one word; write {word} without quotes around it.')
         if "." not in key:
-            raise unknown_option(options, word, "config keys are written --section.key VALUE")
+            raise unknown_option(options, word, _key_of_name(key, kinds))
         if has_value:
             value = word.partition("=")[2]
         elif kinds.get(key) is bool and (not rest or rest[0] not in ("true", "false")):
@@ -210,6 +215,12 @@ def _split(words: list[str], options: type) -> tuple[list[str], list[tuple[str, 
             raise ConfigError(f"--{key} ({COMMAND_LINE}) has no value; write --{key} VALUE.")
         overrides.append((key, value))
     return files, overrides
+
+
+def _key_of_name(name: str, keys: Iterable[str]) -> str:
+    """Return how to write what was given as an option, for an error: the keys of that name, or how keys are written."""
+    found = [f"--{key}" for key in keys if key.partition(".")[2] == name]
+    return f"write {' or '.join(found)}" if found else "config keys are written --section.key VALUE"
 
 
 def _check_options(options: RunOptions, config: Config) -> None:

@@ -30,6 +30,11 @@ MISTAKES = [
     ("unknown_section.toml", "optimizer (", "the keys there are run, parallel, network, model, engine"),
     ("--actor.lr 1e-5", "actor.lr (command line) is not a key", "nearest is actor.learning_rate"),
     ("--actor.tp 2", "actor.tp", "nearest is parallel.tp"),
+    ("--rollout.n 4", "rollout.n (command line) is not a key", "nearest is rollout.responses_per_prompt"),
+    ("--algorithm.name grpo", "algorithm.name", "nearest is algorithm.advantage"),
+    ("--trainer.total_epochs 1", "trainer (command line) is not a key", "launch/from_verl.py"),
+    ("actor_rollout_ref.rollout.name=sglang", "must be a TOML file or an option", "launch/from_verl.py"),
+    ("--steps 3", "--steps", "is not an option", "write --run.steps"),
     ("--engine.defaults sglang", "engine.defaults", "is not a key", "engine.preset"),
     ("--engine.preset harness", "engine.preset", 'one of "reproducible", "sglang"', 'got "harness"'),
     (
