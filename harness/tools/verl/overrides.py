@@ -190,6 +190,8 @@ def _misfits(overrides: Iterable[Override], release: str, trainer: Trainer) -> l
         if not is_known(each.key) or each.mark == "++":  # says nothing about the release
             continue
         is_there = each.key in config or any(key.startswith(f"{each.key}.") for key in config)
+        if (each.key, each.value) == ("actor_rollout_ref.rollout.mode", "sync") and config.get(each.key) == "async":
+            found.append(f"{each.text}: verl {release} has removed this mode")
         adds_to_table = isinstance(each.value, dict | list)
         if each.mark in ("", "~") and not is_there:
             found.append(f"{each.text}: verl {release} has no {each.key}")

@@ -265,10 +265,6 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
         {"checkpoint.folder": "checkpoints/verl_examples/gsm8k", "checkpoint.resume": ""},
     ),
     ("trainer.save_freq=20 trainer.default_local_dir=", {"checkpoint.folder": ".", "checkpoint.resume": "latest"}),
-    (
-        "actor_rollout_ref.rollout.pipeline_model_parallel_size=2 trainer.n_gpus_per_node=2 trainer.nnodes=2",
-        {"parallel.rank_order": "dp,pp,tp", "parallel.dp": 1},
-    ),
     ("critic.fsdp.param_offload=True", {"memory.offload_parameters": ("critic",)}),
 ]
 
@@ -348,7 +344,6 @@ SAID: list[tuple[str, str, str]] = [
     ("+actor_rollout_ref.rollout.engine_kwargs.sglang.tp_size=4", "unsupported", "parallel.tp"),
     ("~data.val_batch_size", "unsupported", "deleted"),
     ("critic.optim.min_lr_ratio=0.1", "irrelevant", "constant"),
-    ("actor_rollout_ref.rollout.expert_parallel_size=16", "unsupported", "over 2 of the 2 of one"),
     ("trainer.resume_from_path=/c", "irrelevant", "auto"),
     ("trainer.resume_mode=resume_path", "unsupported", "cannot read"),
     ("trainer.logger=[console,swanlab]", "unsupported", "swanlab"),
@@ -554,6 +549,39 @@ def test_every_key_of_every_release_has_a_verdict_and_a_default_that_changes_not
 def test_a_value_that_verl_refuses_is_named(word: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} {reason}"):
         translate((*NEEDED, word), "0.9", "qwen2", ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("mode=sync", "must be .async."),
+        ("expert_parallel_size=2 actor_rollout_ref.rollout.tensor_model_parallel_size=4", "= 4 in verl 0.9, got 2"),
+        ("pipeline_model_parallel_size=2", "must be 1"),
+    ],
+)
+def test_what_verls_rollout_refuses_is_refused_from_the_release_that_does(word: str, reason: str) -> None:
+    """verl-project/verl#4509."""
+    words = (*NEEDED, "trainer.n_gpus_per_node=8", *f"actor_rollout_ref.rollout.{word}".split())
+    with pytest.raises(ConfigError, match=reason):
+        translate(words, "0.9", "qwen2", ENVIRONMENT)
+    assert translate(words, "0.6", "qwen2", ENVIRONMENT)
+
+
+def test_pipeline_stages_may_span_hosts() -> None:
+    word = "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"
+    parallel = of(word, "trainer.n_gpus_per_node=2", "trainer.nnodes=2", release="0.6").config.parallel
+    assert (parallel.rank_order, parallel.dp, parallel.pp) == ("dp,pp,tp", 1, 2)
+
+
+def test_experts_over_several_engines_are_not_supported() -> None:
+    word = "actor_rollout_ref.rollout.expert_parallel_size=16"
+    [verdict] = [each for each in of(word, release="0.6").verdicts if each.override == word]
+    assert verdict.fate == "unsupported" and "over 2 of the 2 of one" in verdict.text
+
+
+def test_a_mode_that_was_removed_tells_an_older_release() -> None:
+    words = (*NEEDED, "actor_rollout_ref.rollout.mode=sync")
+    assert translate(words, "auto", "qwen2", ENVIRONMENT).release < "0.7"
 
 
 def test_an_endless_warmup_is_refused() -> None:
