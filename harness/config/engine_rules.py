@@ -12,7 +12,11 @@ from harness.config.schema import Config, TransportName
 
 KINDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "None": ""}
 """The types that are checked; arguments of other types are left to SGLang."""
+PINNED = "it keeps tensors in pinned memory, for which torch needs an accelerator"
 CPU_ARGUMENTS = {
+    "enable_lora": ("", PINNED),
+    "lora_paths": ("", PINNED),
+    "enable_hierarchical_cache": ("", PINNED),
     "kv_cache_dtype": (
         "fp8",
         "SGLang's FP8 KV cache needs CPU kernels that the import-only stand-in for sgl_kernel does not have",

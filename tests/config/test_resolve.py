@@ -109,12 +109,14 @@ def test_what_cannot_work_is_one_sentence(words: str, facts: Facts, parts: list[
     ("words", "model"),
     [
         ("--engine.args.kv_cache_dtype fp8_e4m3", None),
+        ("--engine.args.enable_lora true", None),
         *(("--model.name x/y", {"model_type": name}) for name in CPU_MODELS),
         ("--model.name x/y", {"model_type": "deepseek_v3", "kv_lora_rank": 512}),
     ],
 )
 def test_what_only_the_cpu_cannot_do_is_unsupported(words: str, model: dict[str, Any] | None) -> None:
-    old = dataclasses.replace(SGLANG, serves_mla_on_cpu=False, arguments={"kv_cache_dtype": EngineArgument(("str",))})
+    arguments = {"kv_cache_dtype": EngineArgument(("str",)), "enable_lora": EngineArgument(("bool",))}
+    old = dataclasses.replace(SGLANG, serves_mla_on_cpu=False, arguments=arguments)
     with pytest.raises(UnsupportedEnvironment, match=r"cannot work: .*CPU"):
         resolve(config_of(words), Facts(device="cpu", model=model, sglang=old))
     resolve(config_of(words), Facts(device="cuda", model=model, sglang=old))
