@@ -38,7 +38,8 @@ def plan(command: Command) -> int:
         return 0
     preflight.go_on_in_environment()
     check_run_folder(command.config.run.dir)
-    return dry_run.show_check(command, preflight.check_plan(command.config))
+    device = preflight.device_of(command.config)
+    return dry_run.show_check(command, preflight.check_plan(command.config, device=device))
 
 
 def main(arguments: list[str]) -> int:

@@ -34,7 +34,9 @@ def main(overrides: list[str]) -> int:
     script, config = (os.path.relpath(_checkout.CHECKOUT / name) for name in JOB)
     arguments = [config, *overrides]
     try:
-        parse(arguments)  # a mistake on the command line is found before anything is installed
+        options = parse(arguments).options  # a mistake on the command line is found before anything is installed
+        if options.check or options.dry_run:  # these need no ranks
+            os.execv(sys.executable, [sys.executable, script, *arguments])
         python = str(ensure())
     except ValueError as error:
         return report_user_error(error, rank=0)

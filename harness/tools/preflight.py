@@ -51,15 +51,15 @@ CAUSAL_MODELS = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAM
 """Where transformers lists its causal language models by model_type."""
 
 
-def check_plan(config: Config, *, whole_model: bool = True) -> Resolved:
+def check_plan(config: Config, *, device: Device = "cuda", whole_model: bool = True) -> Resolved:
     """Resolve the config for a machine that may not be this one.
 
     Raise ValueError or UnsupportedEnvironment, one sentence.
 
-    engine.device = "auto" counts as CUDA, which has more rules. A hub's model is looked up in the local cache only.
+    device: what engine.device = "auto" means; CUDA has more rules. A hub's model is looked up in the local cache only.
     whole_model: whether a model's folder must have the tokenizer and the weights too, and not only config.json.
     """
-    return resolve(config, gather_facts(config, device="cuda", on_hub=False, whole_model=whole_model))
+    return resolve(config, gather_facts(config, device=device, on_hub=False, whole_model=whole_model))
 
 
 def go_on_in_environment() -> None:

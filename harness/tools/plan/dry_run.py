@@ -63,7 +63,8 @@ def show_check(command: Command, resolved: Resolved) -> int:
     if resolved.not_checked and find_spec("sglang") is None:
         print("to check more: `python3 launch/quickstart.py` makes the environment, and --check then uses it")
     if command.config.engine.device == "auto":
-        print('engine.device = "auto" was checked as CUDA; --engine.device cpu checks for the CPU')
+        device, other = ("GPUs", "cpu") if _device(resolved) == "cuda" else ("the CPU", "cuda")
+        print(f'engine.device = "auto" means {device} on this machine; --engine.device {other} checks for the other')
     return 0
 
 
