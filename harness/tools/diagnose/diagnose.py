@@ -1,6 +1,7 @@
 """Which known failure a log shows, offline: the line that is the best candidate for the cause, not the loudest one.
 
-Every symptom of the log (symptoms.py) is a candidate, known to the catalogue or not. The best one is, in this order:
+Every symptom of the log (symptoms.py) is a candidate, known to the catalogue or not. The best one is a fault that the
+run was told to have ("deliberate"), and then, in this order:
 1. an error that the catalogue knows: of several, those with more than low confidence, and then the earliest;
 2. an exception or a crash that nobody knows: then the answer is "unknown"; or a sentence that means the same in every
    program, in a log that shows no more than that: then the earlier of the two;
@@ -32,7 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from harness.runtime.tracebacks import LogLine
+from harness.runtime.tracebacks import Frame, LogLine
 from harness.tools.diagnose.entries import OF_SGLANG, CatalogueEntry, Pattern, Role, Signature, catalogue, surroundings
 from harness.tools.diagnose.log_lines import is_of_a_run
 from harness.tools.diagnose.stamps import has_zone, seconds_of
@@ -44,7 +45,7 @@ OF_A_RUN = ("engine", "rl", "trainer", "rollout", "harness")
 """The contexts of a run of this harness, whose logs need not show them."""
 HEADLINE_LINES = 3
 """So many lines after an exception without a message its message may stand."""
-KNOWN, KNOWN_LOW, UNKNOWN_ERROR, NO_ERROR, CONSEQUENCE = range(5)
+DELIBERATE, KNOWN, KNOWN_LOW, UNKNOWN_ERROR, NO_ERROR, CONSEQUENCE = range(6)
 """Ranks of candidates, the best first; UNKNOWN_ERROR is that of exceptions and crashes that the catalogue does not
 know, and of sentences outside of their entry's context."""
 _WORDS_OF_FAILURE = re.compile(
@@ -80,6 +81,8 @@ class Diagnosis:
     """Other known failures that they show, causes before consequences."""
     suspicious: LogLine | None
     """The first line that looks like a failure and is not known; with a finding only if it stands before that."""
+    calls: tuple[Frame, ...] = ()
+    """Those of the traceback whose exception is suspicious, if the failure is unknown."""
     ending: LogLine | None = None
     """The last failure, unless a line above says the same."""
     doubts: tuple[LogLine, ...] = ()
@@ -154,7 +157,8 @@ class _Ranking:
         if first is None:
             return Diagnosis("no failure", None, others, None, doubts=self._doubts(), last=tuple(self.facts.last))
         went_on = self.facts.went_on_after(first.line)
-        return Diagnosis("unknown", None, others, first.quoted, self._ending([first.quoted]), went_on=went_on)
+        calls = tuple(first.traceback.frames) if first.traceback else ()
+        return Diagnosis("unknown", None, others, first.quoted, calls, self._ending([first.quoted]), went_on=went_on)
 
     def _badness(self, candidate: _Candidate) -> tuple[Any, ...]:
         """Return a sort key. Of one line, the entry whose context the log shows comes before the general one."""
@@ -187,7 +191,7 @@ class _Ranking:
         suspicious = self._before(chosen, error)
         shown = [line for _, line in match.evidence] + ([suspicious] if suspicious else [])
         others, ending = self._others(chosen), self._ending(shown)
-        return Diagnosis("diagnosed", match, others, suspicious, ending, went_on=went_on)
+        return Diagnosis("diagnosed", match, others, suspicious, ending=ending, went_on=went_on)
 
     def _before(self, chosen: _Candidate, error: Symptom | None) -> LogLine | None:
         """Return an unknown line before the candidate that may have caused it.
@@ -232,7 +236,9 @@ class _Ranking:
         is_outside = not signature.anywhere and not self._is_in_context(entry, signature, symptom)
         if entry.consequence or is_mild or is_outside or (not signature.anywhere and _is_of_strangers(entry, symptom)):
             confidence = "low"
-        if entry.consequence:
+        if entry.deliberate:
+            rank = DELIBERATE
+        elif entry.consequence:
             rank = CONSEQUENCE
         elif is_mild or (signature.role == "likely" and (is_report or not symptom.is_error)):
             rank = NO_ERROR
@@ -313,9 +319,12 @@ class _Ranking:
         return "its traceback has no frame of SGLang" if has_engine else "the log does not show SGLang"
 
     def _was_survived(self, candidate: _Candidate) -> bool:
-        """Return whether an unknown exception ended the file, long after it or after steps that went well."""
+        """Return whether an unknown exception ended the file, long after it or after steps that went well.
+
+        A fault that was asked for may come long after the line that asks for it.
+        """
         ran_on = self._ran_on(candidate.symptom)
-        return any(
+        return not candidate.entry.deliberate and any(
             each.file == candidate.symptom.file
             and (each.burst - candidate.line.number > NEAR_LINES or (ran_on and not self._ran_on(each)))
             for each in self.errors

@@ -65,9 +65,11 @@ def next_step(found: Diagnosis) -> str:
         return ""
     # After an unknown failure, how the log ends says little: it is its consequence.
     shown = (found.suspicious, *((found.finding.line, found.ending) if found.finding else ()))
+    calls = [f"{call.file} in {call.function}" for call in found.calls]
     for line in filter(None, shown):
         for step in surroundings().next_steps:
-            if step.pattern.regex.search(line.whole):
+            is_near = step.near is None or any(map(step.near.regex.search, calls))
+            if is_near and step.pattern.regex.search(line.whole):
                 return " ".join(step.text.split())
     return "Give the logs of all ranks and of the engine: the first failure may be in another file."
 

@@ -137,6 +137,7 @@ class CatalogueEntry:
     """What else a log must show for high confidence. (): nothing; None: no log can show it, so medium is the most."""
     links: tuple[str, ...] = ()
     consequence: bool = False  # it follows from another failure: named only if nothing else is known
+    deliberate: bool = False  # somebody asked for it: named before all other failures
     no_case: str = ""
     """Why launch/repro.py has no case of it, and how to reproduce it by hand; "" if there is a case."""
     seen: tuple[Measurement, ...] = ()
@@ -148,6 +149,7 @@ class NextStep:
 
     pattern: Pattern
     text: str
+    near: Pattern | None = None  # must match a call of its traceback, written "FILE in FUNCTION"
 
 
 @dataclass(frozen=True, kw_only=True)

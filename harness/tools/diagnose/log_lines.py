@@ -29,6 +29,8 @@ _LEVELS = {
     "ERROR": "ERROR", "ERR": "ERROR", "FATAL": "CRITICAL", "CRITICAL": "CRITICAL", "PANIC": "CRITICAL",
     "WARNING": "WARNING", "WARN": "WARNING", "INFO": "INFO", "DEBUG": "DEBUG",
 }  # fmt: skip
+INJECTED = "injected"
+"""The event of a fault that the run was told to have."""
 _OF_OUR_EVENTS = {"event", "rank", "host", "time"}
 """Every line of a run's events has all of these. "event" alone is not enough: structlog calls its message that."""
 
@@ -104,6 +106,8 @@ def _lines_of_table(number: int, chunk: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield what a JSON table in one line says of failures; the line as it is if it says nothing."""
     table = _table_of(chunk)
     texts = _failure_texts(table)
+    if table.get("event") == INJECTED:
+        texts.append(f"{INJECTED}: {table.get('fault')}")
     if texts or table.keys() >= _OF_OUR_EVENTS:
         for prefix, text in zip(chain([_prefix_of(table)], repeat("")), texts, strict=False):
             yield number, uncoloured(f"{prefix}{text}".encode(errors="replace"))

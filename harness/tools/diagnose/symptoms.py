@@ -40,7 +40,8 @@ WORDS = frozenset(
     b" panicked sigkill sigsegv sigabrt sigbus signal crit alert emerg critical assert exited exit exitcode exception"
     b" aborted abort bus unable invalid cannot refused denied unreachable crashed crash died dead timeout timed hang stuck"
     b" broken corrupt corrupted warn recent xid oomkilled giving fault exceptions crashes mismatch could couldn missing"
-    b" unrecognized unsupported incompatible undefined rejected unexpected unexpectedly raise __terminate such lost not".split()
+    b" unrecognized unsupported incompatible undefined rejected unexpected unexpectedly raise __terminate such lost not"
+    b" bad 400".split()
 )
 """Each line that looks like a failure has one of these words (in any case), or a part that _may_fail looks for."""
 
@@ -50,13 +51,14 @@ _EXCEPTION = re.compile(
 _CRASH = re.compile(
     r"Fatal Python error|Segmentation fault|terminate called|core dumped|^Killed$|Out of memory: Killed|oom-?kill"
     r"|CUDA error:|\bpanic: |panicked at|\bSIG(?:KILL|SEGV|ABRT|BUS)\b|signal 9\b|INTERNAL ASSERT FAILED|FIRST FAILURE:"
-    r"|^Aborted$|^Bus error|line \d+: +\d+ (?:Aborted|Killed|Bus error|Terminated)\b"
+    r"|^Aborted$|\bAssertion [`'].+ failed\b|^Bus error|line \d+: +\d+ (?:Aborted|Killed|Bus error|Terminated)\b"
 )
 _COMPLAINT = re.compile(
     r"\b(?:ERROR\b|FATAL\b|CRITICAL\b|FAILED\b|fatal: |exited with code [1-9]|exit(?:ed with)? ?(?:code|status)\W{1,3}-?[1-9]"
     r"|exitcode ?: -?[1-9]|[A-Z]\w*(?:Error|Exception): |nccl[A-Z]\w*Error\b|[Cc]uda (?:error|failure)\b|NVRM: Xid\b|OOMKilled\b(?!\"?: ?false)"
     r"|oom_kill event|killed (?:due to|because of) .*memory|watchdog timeout \(|Watchdog caught collective operation timeout"
     r"|Exception raised from throw\w*Error|NCCL WARN .{0,300}(?:closed|fail|error|refused|timed? ?out))"
+    r"|/(?:update_weight\w*|(?:begin|end)_weight_update|(?:init|send)_weights_\w+|load_lora_adapter\w*) HTTP/\S+ 400\b"
     r"|(?<!\S)[Ee]rror:|\[(?:error|crit|alert|emerg|fatal)\]|^(?:Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\)"
 )
 _LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL|FAILED)\b")  # in the prefix
@@ -73,7 +75,7 @@ IS_HANDLED = re.compile(
     re.IGNORECASE,
 )
 _DOUBT = re.compile(
-    rf"(?<![\w=./-]){_FAILS}(?![\w=./-])|(?<![\w=./-])(?<!=['\"])(?:[Ee]rror|[Tt]imeout|[Ff]ails|[Ss]tuck|[Hh]ang|[Cc]orrupt(?:ed)?)(?![\w=./-]|\w*\W{{1,2}}[\d\[{{])"
+    rf"(?<![\w=./-]){_FAILS}(?![\w=/-]|\.[\w/])|(?<![\w=./-])(?<!=['\"])(?:[Ee]rror|[Tt]imeout|[Ff]ails|[Ss]tuck|[Hh]ang|[Cc]orrupt(?:ed)?)(?![\w=/-]|\.[\w/]|\w*\W{{1,2}}[\d\[{{])"
 )
 """Words of failure in a sentence; those of settings and counters, such as "timeout=300" and "errors: 0", do not
 count."""
@@ -82,8 +84,8 @@ _MILD_DOUBT = re.compile(
     r"|abort(?:ed)?|killed|died|dead|hang|stuck|broken|corrupt(?:ed)?|terminated|unable|invalid|cannot|could ?n[o']t|out of memory"
     r"|mismatch|missing|unrecognized|unsupported|incompatible|undefined|rejected|lost|unexpected(?:ly)?|giving up"
     r"|no such (?:file|device|process|host|option|operator|module)"
-    r"|not (?:found|loaded|supported|available|exist|allowed|permitted|implemented|reachable|respond\w*|connect\w*|compiled|initialized|defined))"
-    r"(?![\w=./-]|\w*\W{1,2}[\d\[{])"
+    r"|bad request|not (?:found|loaded|supported|available|exist|allowed|permitted|implemented|reachable|respond\w*|connect\w*|compiled|initialized|defined))"
+    r"(?![\w=/-]|\.[\w/]|\w*\W{1,2}[\d\[{])"
     r"|\b(?-i:(?:[A-Z]\w*)?(?:Error|Exception))\b(?!=)|\b(?-i:[A-Z]+_ERROR_[A-Z])|\bNCCL WARN\b|\b__terminate\b",
     re.IGNORECASE,
 )

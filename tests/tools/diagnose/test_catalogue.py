@@ -136,7 +136,7 @@ def test_a_pattern_must_have_a_word(pattern: str) -> None:
 
 
 def test_the_surroundings_are_read() -> None:
-    assert set(surroundings().contexts) == {"engine", "trainer", "rollout", "harness", "distributed"}
+    assert set(surroundings().contexts) == {"engine", "trainer", "rollout", "harness", "memory_saver", "distributed"}
 
 
 @pytest.mark.parametrize(
