@@ -504,7 +504,7 @@ def reproduce_commands(state: State, record: Record, candidate: Candidate, folde
         install = ["pip", "install", "--no-deps", *torch, "--python", environment.python, *sources]
         pins = str(_freeze_file(folder, candidate.name))
         made = [f"{uv} venv --python {version} {place}", f"{uv} {join([*install, '-r', pins])}"]
-    command = join(command_of(question, environment.python, Path("/tmp")))
+    command = join(redact.words(command_of(question, environment.python, Path("/tmp"))))
     return [*made, " ".join([f"cd {quote(question.folder)} &&", *_assignments(state, record, environment), command])]
 
 

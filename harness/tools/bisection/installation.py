@@ -25,6 +25,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from harness.rollout.cpu_mode import cpu_environment
+from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.processes import run_tree
 from harness.tools.bisection.candidates import (
@@ -63,6 +64,8 @@ _NETWORK = re.compile(
     r"|connection (?:refused|reset|closed|timed out)|error decoding response body|failed to download.*timed? ?out|tls handshake",
     re.IGNORECASE,
 )
+_OF_INDEXES = re.compile(r"UV_|PIP_|(?:\w+_)?PROXY$", re.IGNORECASE)
+"""Variables by which uv and pip find indexes and log in to them."""
 _DISK = re.compile(r"no space left on device|disk quota exceeded|os error 28|os error 122", re.IGNORECASE)
 
 
@@ -155,8 +158,17 @@ def uv_binary() -> str:
 
 
 def _uv_variables() -> dict[str, str]:
+    """Return the environment of uv, and so of the build backends that it starts: this process's without secrets.
+
+    What uv reaches its indexes with stays.
+    """
     found = {"UV_HTTP_TIMEOUT": "60"} | uv_environment()
-    return {name: value for name, value in found.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {
+        name: value
+        for name, value in found.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+        and (redact.variable(name, value) == value or _OF_INDEXES.match(name))
+    }
 
 
 def _ask_uv(words: Sequence[str], stdin: str = "") -> str:

@@ -132,3 +132,25 @@ def test_a_state_of_another_program_is_refused(tmp_path: Path, text: str) -> Non
     (tmp_path / STATE).write_text(text)
     with pytest.raises(WrongQuestion, match="was cut off, or another version of this program wrote it"):
         load_state(tmp_path)
+
+
+def test_what_uv_builds_does_not_see_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uv gives its environment to build backends."""
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\nenv\n")
+    uv.chmod(0o700)
+    monkeypatch.setattr(installation, "uv_binary", lambda: str(uv))
+    hidden = {
+        "HF_TOKEN": "hf", "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "DB_PASS": "pass", "MYSQL_PWD": "pwd",
+        "NOTE": "ghp_abcdefghijklmnopqrstuvwxyz", "DATABASE_URL": "postgresql://u:p@h/db",
+    }  # fmt: skip
+    kept = {
+        "HTTPS_PROXY": "http://u:p@proxy.example:3128", "UV_INDEX_X_PASSWORD": "x", "PIP_INDEX_URL": "https://u:p@i.example",
+        "HOME": str(tmp_path), "CC": "gcc", "MAX_JOBS": "2",
+    }  # fmt: skip
+    for name, value in (hidden | kept).items():
+        monkeypatch.setenv(name, value)
+    installation._install_by_uv(["pip", "install", "x"], tmp_path)
+    for said in (installation._ask_uv(["pip", "compile"]), (tmp_path / "install.log").read_text()):
+        seen = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+        assert not hidden.keys() & seen.keys() and kept.items() <= seen.items() and "PATH" in seen
