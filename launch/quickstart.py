@@ -17,6 +17,7 @@ import _checkout
 
 _checkout.use()
 
+from harness.runtime import redact
 from harness.runtime.errors import report_user_error
 from harness.tools.command_line import parse
 from harness.tools.environments import Unusable, ensure
@@ -59,7 +60,7 @@ def main(overrides: list[str]) -> int:
     # Without an address torchrun looks for this host by its name. If that does not resolve, it tries for minutes.
     torchrun = [python, os.path.relpath(_checkout.CHECKOUT / TORCHRUN), "--nnodes=1", "--local-addr=127.0.0.1"]
     command = [*torchrun, f"--nproc-per-node={ranks}", script, *arguments]
-    print(f"+ {shlex.join(command)}", flush=True)
+    print(f"+ {shlex.join(redact.words(command))}", flush=True)
     os.execv(python, command)
 
 

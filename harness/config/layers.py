@@ -69,19 +69,20 @@ def build_config(layers: Iterable[Layer]) -> Config:
 
 def to_toml(config: Config) -> str:
     """Write the whole config as TOML that read_layer reads back to an equal Config."""
-    return _sections_as_toml(dataclasses.asdict(config))
+    lines: list[str] = []
+    for section, values in dataclasses.asdict(config).items():
+        lines += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in values.items()), ""]
+    return "\n".join(lines)
+
+
+def redacted(config: Config) -> Config:
+    """Return the config that others may see: a mark stands in the place of each secret."""
+    return build_config([Layer("a run's config", redact.values(dataclasses.asdict(config)))])
 
 
 def to_redacted_toml(config: Config) -> str:
-    """Write the whole config as TOML that others may see: a mark stands in the place of each secret."""
-    return _sections_as_toml(redact.values(dataclasses.asdict(config)))
-
-
-def _sections_as_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    lines: list[str] = []
-    for section, values in sections.items():
-        lines += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in values.items()), ""]
-    return "\n".join(lines)
+    """Write the config that others may see as TOML."""
+    return to_toml(redacted(config))
 
 
 def refuse_redacted(config: Config) -> None:

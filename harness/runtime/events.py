@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from harness.runtime import clock
+from harness.runtime import clock, redact
 
 PATIENCE_SECONDS = 10.0
 """How often the console names what a long phase waits for."""
@@ -96,7 +96,8 @@ class EventLog:
     def fact(self, name: str, **values: Any) -> None:
         """Write one line: time (UNIX seconds), rank, host, name and the values."""
         line = json.dumps(
-            {"time": clock.now(), "rank": self.rank, "host": self.host, "event": name} | values, default=str
+            {"time": clock.now(), "rank": self.rank, "host": self.host, "event": name} | redact.values(values),
+            default=lambda value: redact.text(str(value)),
         )
         with self._lock:
             if self._file is None:
@@ -118,6 +119,7 @@ class EventLog:
 
     def say(self, text: str) -> None:
         """Write a fact on every rank; on rank 0 print it too."""
+        text = redact.text(text)
         self.fact("say", text=text)
         if self.console:
             self.console.say(text)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from harness.runtime import redact
 from harness.runtime.errors import say, tell_torchrun
 from harness.runtime.processes import descendants, end_processes
 
@@ -33,6 +34,7 @@ def end_failed(said: str, error: str, traceback: str, announce: Callable[[str, s
     said: lines for the screen. announce: called with error and traceback. If a watchdog observes the run, it ends this
     process in there, and later prints the run's first failure.
     """
+    said, error, traceback = map(redact.text, (said, error, traceback))
     say(said + "\n")
     tell_torchrun(error, traceback)
     announce(error, traceback)

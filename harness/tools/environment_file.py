@@ -52,7 +52,7 @@ def command() -> str:
     is_torchrun = any(
         word == "torch.distributed.run" or Path(word).name in ("torchrun", "torchrun.py") for word in words[:3]
     )
-    return redact.text(shlex.join(words if is_torchrun else sys.orig_argv))
+    return shlex.join(redact.words(words if is_torchrun else sys.orig_argv))
 
 
 def package_versions() -> dict[str, str]:

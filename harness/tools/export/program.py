@@ -107,9 +107,9 @@ def render(subject: Subject, evidence: Evidence | None = None, server: bool = Fa
     """
     check_subject(subject, server)
     values = values_of(subject, server)
-    header = "\n".join(_wrapped(_header(subject, evidence or Evidence(), values, server)))
-    values["header"] = header.replace('"""', "'''").rstrip("\\")
-    return redact.text(templates().get_template("repro.py.jinja").render(values))
+    header = redact.text("\n".join(_header(subject, evidence or Evidence(), values, server)))
+    values["header"] = "\n".join(_wrapped(header.split("\n"))).replace('"""', "'''").rstrip("\\")
+    return templates().get_template("repro.py.jinja").render(values)
 
 
 def templates(*folders: Path) -> jinja2.Environment:
@@ -501,7 +501,7 @@ def _environment(ranks: Sequence[RankRecord], check_env: Sequence[str]) -> list[
     groups: dict[str, list[RankRecord]] = {}
     for each in ranks:
         values = [f"{name} {version}" for name, version in each.versions.items() if version != "not installed"]
-        values += [f"{name}={value}" for name, value in redact.variables(each.environment).items()]
+        values += [f"{name}={value}" for name, value in each.environment.items()]
         groups.setdefault(f"{each.device}, {each.platform}, {', '.join(values)}", []).append(each)
     shown = [f"  {len(some)} rank(s) from rank {some[0].rank} on {some[0].host}: {on}" for on, some in groups.items()]
     lines = ["The run's ranks had:", *shown] if shown else []

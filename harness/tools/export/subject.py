@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from harness.cluster.placement import host_name
-from harness.config.layers import ConfigError, Layer, key_types, read_layer
+from harness.config.layers import ConfigError, Layer, key_types, read_layer, redacted
 from harness.config.schema import Config
+from harness.runtime import redact
 from harness.runtime.files import is_regular
 from harness.runtime.phases import phase_of_step
 from harness.tools.command_line import parse
@@ -122,19 +123,20 @@ def read_subject(words: Sequence[str]) -> Subject:
     if options.dry_run or options.check or options.cuda_visible_devices:
         raise ConfigError("--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out.")
     if folder:
-        file, events = folder / "environment.json", read_events(folder)
+        file, events = folder / "environment.json", redact.values(read_events(folder))
         ranks = [replace(each, host=host_name(each.host)) for each in _decode(file, list[RankRecord], "a run")]
         if not ranks:
             raise ConfigError(f"{file} is not what a run writes: it has no rank.")
         per_host = Counter(each.host for each in ranks).values()
+        ranks = [_redacted_rank(each) for each in ranks]
         script, of_script = what_was_started(ranks[0].command)
         return Subject(
             words=tuple(words),
-            config=command.config,
+            config=redacted(command.config),
             nnodes=len(per_host),
             nproc_per_node=max(per_host),
             ranks=tuple(ranks),
-            seen=read_end(folder, events),
+            seen=_redacted_end(read_end(folder, events)),
             script=script,
             options=of_script,
             events=tuple(events),
@@ -145,7 +147,22 @@ def read_subject(words: Sequence[str]) -> Subject:
     if options.nnodes * nproc_per_node != world_size:
         got = f"{options.nnodes} * {nproc_per_node}"
         raise ConfigError(f"--nnodes times --nproc-per-node must be the mesh's {world_size} ranks, got {got}.")
-    return Subject(words=tuple(words), config=command.config, nnodes=options.nnodes, nproc_per_node=nproc_per_node)
+    return Subject(
+        words=tuple(words),
+        config=redacted(command.config),
+        nnodes=options.nnodes,
+        nproc_per_node=nproc_per_node,
+    )
+
+
+def _redacted_rank(rank: RankRecord) -> RankRecord:
+    return replace(rank, command=redact.text(rank.command), environment=redact.variables(rank.environment))
+
+
+def _redacted_end(seen: RunEnd) -> RunEnd:
+    """Return it without secrets. Lines are redacted together, because a private key has several."""
+    verdict = redact.text("\n".join(seen.verdict)).split("\n")
+    return replace(seen, error=redact.text(seen.error), verdict=tuple(verdict))
 
 
 def what_was_started(command: str) -> tuple[str, tuple[str, ...]]:

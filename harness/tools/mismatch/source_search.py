@@ -18,6 +18,7 @@ from harness.config.schema import Config
 from harness.inputs import Inputs, read_inputs
 from harness.observer import RunContext
 from harness.ppo import Ppo
+from harness.runtime import redact
 from harness.runtime.errors import Found
 from harness.runtime.fork_server import ForkServer
 from harness.tools.mismatch.answer import Answer
@@ -162,7 +163,7 @@ def search_sources(baseline: Baseline, parts: Ppo, serving: Serving, started: Se
 def write(run: RunContext, inputs: Inputs, answer: Answer, rows: Sequence[Row], serving: Serving) -> None:
     """Write the answer and the program that shows it into the run directory, and show the table. Rank 0 does."""
     if run.world.rank == 0:
-        (run.folder / ANSWER).write_text(json.dumps(answer.as_json(), indent=1, allow_nan=False))
+        (run.folder / ANSWER).write_text(json.dumps(redact.values(answer.as_json()), indent=1, allow_nan=False))
         (run.folder / PROGRAM).write_text(standalone_program(run, inputs, answer, rows, serving))
         if run.events.console:
             run.events.console.show(answer.table())

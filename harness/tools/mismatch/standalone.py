@@ -29,13 +29,15 @@ def standalone_program(run: RunContext, inputs: Inputs, answer: Answer, rows: Se
     config, device = run.config, run.world.device_type
     found = arm(config, device, inputs.attention)
     values = {
-        "sentence": printable(answer.sentence()).replace('"""', "'''").replace("\\", "/"),
+        "sentence": printable(redact.text(answer.sentence())).replace('"""', "'''").replace("\\", "/"),
         "versions": f"sglang {sglang_api.probe().version}",
         "folder": str(run.folder),
         "rows": [ids for ids, _ in rows[:ROWS]],
         "responses": [count for _, count in rows[:ROWS]],
-        "found": found,
-        "control": control_arm(config, serving, inputs.attention, answer.largest if answer.is_setting else None),
+        "found": redact.values(found),
+        "control": redact.values(
+            control_arm(config, serving, inputs.attention, answer.largest if answer.is_setting else None)
+        ),
         "floor": FLOOR[config.model.dtype],
         "cuda": device == "cuda",
         "group": config.parallel.tp * config.parallel.pp,
@@ -43,7 +45,7 @@ def standalone_program(run: RunContext, inputs: Inputs, answer: Answer, rows: Se
         "fp8": config.model.precision.is_quantized,
         "stand_in_names": stand_in_names(),
     }
-    return redact.text(templates(Path(__file__).parent).get_template("program.py.jinja").render(values))
+    return templates(Path(__file__).parent).get_template("program.py.jinja").render(values)
 
 
 def arm(config: Config, device: Any, attention: str, dtype: str = "") -> dict[str, Any]:

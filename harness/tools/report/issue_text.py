@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.config.layers import to_toml
-from harness.runtime import redact
 from harness.runtime.phases import phase_of_step
 from harness.tools.diagnose.diagnose import CatalogueMatch
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
@@ -181,7 +180,7 @@ def environment(ranks: Sequence[RankRecord]) -> list[str]:
         there = [each for each in ranks if each.host == host]
         hosts.append([host, runs([each.rank for each in there]), there[0].device, there[0].platform])
     versions = ", ".join(f"{name} {version}" for name, version in ranks[0].versions.items())
-    variables = [f"{name}={value}" for name, value in redact.variables(ranks[0].environment).items()]
+    variables = [f"{name}={value}" for name, value in ranks[0].environment.items()]
     lines = [*table(["host", "ranks", "device", "platform"], hosts), "", f"Versions (rank 0): {versions}.", ""]
     if variables:
         lines += [*fenced(variables), ""]
@@ -199,8 +198,7 @@ def differences(ranks: Sequence[RankRecord]) -> dict[str, dict[str, str]]:
     ranks.
     """
     facts = {
-        each.rank: {"device": each.device, "platform": each.platform, **each.versions}
-        | redact.variables(each.environment)
+        each.rank: {"device": each.device, "platform": each.platform, **each.versions, **each.environment}
         for each in ranks
     }
     names = dict.fromkeys(name for own in facts.values() for name in own)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.cluster.placement import host_name
-from harness.runtime import redact
 from harness.runtime.files import replace_file
 from harness.runtime.units import MIB
 from harness.tools.export.subject import OUTER_PHASES
@@ -89,7 +88,7 @@ def trace_events(events: Sequence[Event], ended: float = 0.0) -> Iterator[dict[s
                     yield {"ph": "C", "name": name, "cat": "memory", **place, "args": values}
         elif each["event"] == "failed":
             place = {"pid": each["rank"], "tid": PHASES, "ts": _microseconds(since)}
-            yield {"ph": "i", "s": "p", "name": redact.text(f"failed: {each['error']}"), "cat": "failure", **place}
+            yield {"ph": "i", "s": "p", "name": f"failed: {each['error']}", "cat": "failure", **place}
 
 
 def _starts(events: Sequence[Event], first: float) -> Iterator[dict[str, Any]]:

@@ -214,7 +214,9 @@ def to_text(draft: Draft, lines: Sequence[str]) -> str:
         section, name, *inner = key.split(".", 2)
         title, name = (f"{section}.{name}", inner[0]) if inner else (section, name)
         name = name if re.fullmatch(r"[\w-]+", name) else json.dumps(name)
-        sections.setdefault(title, []).append(f"{name} = {toml_value(entry.value)}  # {one_line(entry.origin)}")
+        sections.setdefault(title, []).append(
+            f"{name} = {toml_value(redact.values(entry.value, key))}  # {one_line(entry.origin)}"
+        )
     order = list(Config.__dataclass_fields__)
     for title in sorted(sections, key=lambda title: (order.index(title.split(".")[0]), title)):
         written += ["", f"[{title}]", *sections[title]]

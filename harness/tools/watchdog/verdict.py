@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from harness.rollout.engine_processes import ENDING_SIGNALS
+from harness.runtime import redact
 from harness.runtime.background import in_background
 from harness.runtime.files import replace_file
 from harness.runtime.tracebacks import first_cause, log_lines, tracebacks_in
@@ -97,8 +98,8 @@ class RunVerdict:
             return
         kept = {"host": self.host, "code": self.cause.code, "said": self.lines(), "slug": self._explained()[1]}
         kept |= {"first": asdict(self.cause), "failures": [asdict(each) for each in self.failures]}
-        files = {f"failure-{self.host}.json": json.dumps(kept, indent=1)}
-        files |= {f"stacks-{self.host}-{stack.name}.txt": stack.text for stack in self.stacks}
+        files = {f"failure-{self.host}.json": json.dumps(redact.values(kept), indent=1)}
+        files |= {f"stacks-{self.host}-{stack.name}.txt": redact.text(stack.text) for stack in self.stacks}
         files |= {f"gpus-{self.host}.txt": self.gpus} if self.gpus else {}
         with suppress(OSError):  # a full disk, or a folder on a lost host: the screen has it
             for name, text in files.items():
