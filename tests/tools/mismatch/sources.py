@@ -1,4 +1,4 @@
-"""What is planted, on which model, and what launch/mismatch.py must name for it."""
+"""What is planted, on which model, and what launch/mismatch.py must name for it: one source for each kind of answer."""
 
 from dataclasses import dataclass
 
@@ -8,47 +8,46 @@ class Planted:
     """One planted source of mismatch."""
 
     name: str
-    """Of a function in plants/."""
+    """Of a function in plants/planted_sources.py."""
     model: str = "qwen2"
     words: tuple[str, ...] = ()
     """Options of the command line."""
-    sources: tuple[str, ...] = ()
-    """Names of sources that are right."""
+    source: str = ""
+    """What must be named."""
     module: str = ""
-    """The end of the name of the first module that differs."""
+    """The end of the name of the first module that differs; empty where none does."""
 
 
 PLANTED = (
-    Planted(name="rope_base", sources=("layers.0.self_attn.rotary_emb",), module="rotary_emb"),
-    Planted(name="double_all_reduce", sources=("tensor parallelism",)),
-    Planted(name="router_in_bfloat16", model="qwen3_moe", sources=("layers.0.mlp.gate",), module="mlp.gate"),
-    Planted(name="skipped_expert", model="qwen3_moe", sources=("layers.0.mlp.topk",), module="mlp.topk"),
-    Planted(name="norm_epsilon", sources=("layers.0.input_layernorm",), module="input_layernorm"),
-    Planted(name="temperature_not_applied", words=("--rollout.temperature", "0.5"), sources=("temperature",)),
-    Planted(name="attention_scale", sources=("layers.0.self_attn.attn",), module="self_attn.attn"),
-    Planted(name="decode_position", sources=("decode",)),
-    Planted(name="batch_in_prefill", sources=("batch of the engine",)),
-    Planted(name="scaled_embedding", sources=("embed_tokens",), module="embed_tokens"),
-    Planted(name="scaled_logits", sources=("head",)),
-    Planted(name="shared_expert_twice", model="deepseek_v3", sources=("layers.1.mlp.shared_experts", "layers.1.mlp")),
+    # A module by its own output, by what reaches its last projection, and by the experts that it chooses.
+    Planted(name="rope_base", source="layers.0.self_attn.rotary_emb", module="rotary_emb"),
+    Planted(name="other_activation", model="llama", source="layers.0.mlp", module="mlp.down_proj input"),
+    Planted(name="correction_bias_ignored", model="deepseek_v3", source="layers.1.mlp.topk", module="mlp.topk"),
+    # What comes after the last module, and what comes before any.
+    Planted(name="scaled_logits", source="head"),
+    Planted(name="trainer_sends_a_rounded_bias", model="deepseek_v3", source="weights"),
+    # How tokens are sampled and scored.
+    Planted(name="temperature_not_applied", words=("--rollout.temperature", "0.5"), source="temperature"),
+    Planted(name="trainer_without_temperature", words=("--rollout.temperature", "0.7"), source="temperature"),
+    Planted(name="decode_position", source="decode"),
+    Planted(name="first_cached_token_lost", source="prefix cache"),
+    Planted(name="batch_in_prefill", source="batch of the engine"),
+    Planted(name="trainer_positions_of_left_padding", source="batch of the trainer"),
+    # A setting that is changed in another engine, or in another trainer.
+    Planted(name="double_all_reduce", source="tensor parallelism"),
     Planted(
-        name="chunk_position",
-        words=("--engine.args.chunked_prefill_size", "16"),
-        sources=("engine.args.chunked_prefill_size",),
+        name="kv_cache_in_bfloat16",
+        model="qwen3",
+        words=("--engine.args.kv_cache_dtype", "bfloat16"),
+        source="engine.args.kv_cache_dtype",
+        module="self_attn.attn",
     ),
-    Planted(name="other_activation", model="llama", sources=("layers.0.mlp",), module="mlp.down_proj input"),
-    Planted(name="correction_bias_ignored", model="deepseek_v3", sources=("layers.1.mlp.topk",), module="mlp.topk"),
+    Planted(name="trainer_sdpa_in_bfloat16", model="qwen3", source="trainer attention", module="self_attn.attn"),
+    # Half precision, in which rounding is a source too.
     Planted(
         name="router_in_bfloat16",
         model="qwen3_moe",
         words=("--model.dtype", "float16"),
-        sources=("precision of the engine's router",),
+        source="precision of the engine's router",
     ),
-    Planted(
-        name="decode_steps_in_bfloat16",
-        words=("--engine.args.num_continuous_decode_steps", "2"),
-        sources=("engine.args.num_continuous_decode_steps",),
-    ),
-    Planted(name="trainer_without_temperature", words=("--rollout.temperature", "0.7"), sources=("temperature",)),
-    Planted(name="trainer_sends_a_rounded_bias", model="deepseek_v3", sources=("weights",)),
 )

@@ -11,21 +11,10 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
-from tests.tools.mismatch.chosen_by_a_second import CHOSEN_LATER
-from tests.tools.mismatch.chosen_by_another import CHOSEN
 from tests.tools.mismatch.sources import PLANTED, Planted
 
 PLANTS = Path(__file__).with_name("plants")
 IN_TRAINER = "tests/tools/mismatch/with_plant_in_trainer.py"
-NOT_IN_PREFILL = ("decode", "prefix cache")
-"""Sources for which no module is named: outputs are compared in a prefill without a cache."""
-QUICK = ("rope_base", "skipped_expert", "temperature_not_applied", "trainer_sends_a_rounded_bias")
-"""Planted in the default tests; the others are long."""
-
-
-def name_of(planted: Planted) -> str:
-    """What is planted, with the values of its options."""
-    return "-".join((planted.name, *planted.words[1::2]))
 
 
 def reached_file(job: Job) -> Path:
@@ -62,53 +51,34 @@ def found_line(job: Job) -> str:
     return last
 
 
-def check(planted: Planted, folder: Path) -> None:
-    """Search for what is planted, and compare the answer."""
-    check_answer(planted, *search(folder, planted))
-
-
 def check_answer(planted: Planted, code: int, answer: dict[str, Any], job: Job) -> None:
     """Compare what was found with what is planted."""
     assert reached_file(job).exists(), f"nothing was planted: {planted.name} never ran\n{job.output()[-4000:]}"
     assert code == 1, job.output()[-4000:]
     last = found_line(job)
     if not answer:  # the weights are not the trainer's, and nothing else is measured
-        assert last.startswith("found: SOURCE: weights:") and "weights" in planted.sources
+        assert last.startswith("found: SOURCE: weights:") and planted.source == "weights"
         return
-    assert answer["source"] in planted.sources, answer["sentence"]
+    assert answer["source"] == planted.source, answer["sentence"]
     # In half precision a setting may show in the log-probs, and no module above its rounding.
-    names_module = answer["first"] or answer["dtype"] == "float32"
-    if planted.module and answer["source"] not in NOT_IN_PREFILL and names_module:
+    if planted.module and (answer["first"] or answer["dtype"] == "float32"):
         assert answer["first"] and answer["first"]["name"].endswith(planted.module), answer["sentence"]
     assert last == f"found: {answer['sentence']}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("planted", [each for each in PLANTED if each.name in QUICK], ids=lambda each: each.name)
-def test_a_planted_source_is_named(planted: Planted, tmp_path: Path) -> None:
-    check(planted, tmp_path / "run")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "planted",
-    [each for each in (*PLANTED, *CHOSEN, *CHOSEN_LATER) if each.name not in QUICK],
-    ids=name_of,
+    [
+        pytest.param(each, id=each.name, marks=pytest.mark.slow if each.name == "rope_base" else pytest.mark.long)
+        for each in PLANTED
+    ],
 )
-def test_every_planted_source_is_named(planted: Planted, tmp_path: Path) -> None:
-    check(planted, tmp_path / "run")
+def test_a_planted_source_is_named(planted: Planted, tmp_path: Path) -> None:
+    check_answer(planted, *search(tmp_path / "run", planted))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "config"),
-    [
-        ("qwen2", QUICKSTART),
-        ("qwen3_moe", QUICKSTART),
-        ("deepseek_v3", QUICKSTART),
-        ("deepseek_v3", "configs/cpu/mtp.toml"),
-    ],
-)
+@pytest.mark.parametrize(("model", "config"), [("qwen3_moe", QUICKSTART), ("deepseek_v3", "configs/cpu/mtp.toml")])
 def test_engine_and_trainer_that_agree_are_not_accused(model: str, config: str, tmp_path: Path) -> None:
     code, answer, job = search(tmp_path / "run", None, "--model.name", model, config=config)
     assert code == 0 and answer["agrees"] and answer["source"] == "", job.output()[-4000:]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent / "plants"), str(Path(__file__).resolve().parents[3])]
 
-import planting  # noqa: E402
+import planted_sources  # noqa: E402
 
 from harness.observer import RunContext  # noqa: E402
 from harness.rollout.early_start import start_early  # noqa: E402
@@ -18,7 +18,7 @@ from harness.tools.observers import standard_observers  # noqa: E402
 
 
 def job(context: RunContext) -> str:
-    planting.register_in_trainer()
+    planted_sources.register_in_trainer()
     from harness.tools.mismatch.source_search import find_mismatch  # imports transformers
 
     return find_mismatch(context)

@@ -1,15 +1,70 @@
-"""Sources of mismatch, and deaths, that are planted in SGLang or in transformers: see planting.py."""
+"""Sources of mismatch, and deaths, that are planted in SGLang or in transformers.
 
+PLANT names what is planted. SGLang calls `register` in every process of an engine before it builds the model; whoever
+starts the trainer calls `register_in_trainer` there, before it builds its model. The first planted code that runs makes
+the file that PLANT_REACHED names: a release or a device may have another path, which no plant is on.
+"""
+
+import functools
 import os
 import signal
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from planting import in_decode, plant, plant_in_trainer, reached, rounded, wrap
+PLANTS: dict[str, Callable[[], None]] = {}
+TRAINER_PLANTS: dict[str, Callable[[], None]] = {}
+
+
+def register() -> None:
+    """Plant what PLANT names in this process of an engine, if it belongs there."""
+    PLANTS.get(os.environ.get("PLANT", ""), lambda: None)()
+
+
+def register_in_trainer() -> None:
+    """Plant what PLANT names in this process of the trainer, if it belongs there."""
+    TRAINER_PLANTS.get(os.environ.get("PLANT", ""), lambda: None)()
+
+
+def plant(function: Callable[[], None]) -> Callable[[], None]:
+    PLANTS[function.__name__] = function
+    return function
+
+
+def plant_in_trainer(function: Callable[[], None]) -> Callable[[], None]:
+    TRAINER_PLANTS[function.__name__] = function
+    return function
+
+
+@functools.cache
+def reached() -> None:
+    """Note that planted code has run. `wrap` calls this; a plant without `wrap` calls it itself."""
+    if file := os.environ.get("PLANT_REACHED"):
+        Path(file).touch()
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any], when: Callable[..., Any] = lambda *_, **__: True) -> None:
+    """Replace a method by around(the method, its self, its other arguments), where `when` of self and the arguments is
+    true."""
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def replaced(self: Any, *args: Any, **kw: Any) -> Any:
+        if not when(self, *args, **kw):
+            return real(self, *args, **kw)
+        reached()
+        return around(real, self, *args, **kw)
+
+    setattr(owner, name, replaced)
+
+
+# In the engine.
 
 
 @plant
 def rope_base() -> None:
+    """Rotate with another base than the model's, as after an upgrade of transformers (sglang#14745)."""
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     def around(
@@ -18,6 +73,38 @@ def rope_base() -> None:
         real(self, head, rotary, positions, base * 2, *args, **kw)
 
     wrap(RotaryEmbedding, "__init__", around)
+
+
+@plant
+def other_activation() -> None:
+    from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
+
+    wrap(SiluAndMul, "forward", lambda real, self, x: GeluAndMul.forward_native(GeluAndMul(), x))
+
+
+@plant
+def correction_bias_ignored() -> None:
+    """Choose experts with a correction bias of zeros; SGLang has used memory that was never filled (sglang#10440)."""
+    import torch
+    from sglang.srt.layers.moe.topk import TopK
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        self.topk_config.correction_bias = torch.zeros_like(self.topk_config.correction_bias)
+        return real(self, *args, **kw)
+
+    wrap(TopK, "forward", around, when=lambda self, *_, **__: self.topk_config.correction_bias is not None)
+
+
+@plant
+def router_in_bfloat16() -> None:
+    """Round the scores of the router to bfloat16, as DeepSeek's were before sglang#29783."""
+    from sglang.srt.layers.linear import ReplicatedLinear
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        output, bias = real(self, *args, **kw)
+        return output.bfloat16().to(output.dtype), bias
+
+    wrap(ReplicatedLinear, "forward", around)
 
 
 @plant
@@ -32,39 +119,8 @@ def double_all_reduce() -> None:
 
 
 @plant
-def router_in_bfloat16() -> None:
-    from sglang.srt.layers.linear import ReplicatedLinear
-
-    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
-        output, bias = real(self, *args, **kw)
-        return output.bfloat16().to(output.dtype), bias
-
-    wrap(ReplicatedLinear, "forward", around)
-
-
-@plant
-def skipped_expert() -> None:
-    from sglang.srt.layers.moe.topk import TopK
-
-    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
-        output = real(self, *args, **kw)
-        return output._replace(topk_weights=output.topk_weights.masked_fill(output.topk_ids == 0, 0))
-
-    wrap(TopK, "forward", around)
-
-
-@plant
-def norm_epsilon() -> None:
-    from sglang.srt.layers.layernorm import RMSNorm
-
-    def around(real: Any, self: Any, size: int, eps: float = 1e-6, **kw: Any) -> None:
-        real(self, size, eps=1e-2, **kw)
-
-    wrap(RMSNorm, "__init__", around)
-
-
-@plant
 def temperature_not_applied() -> None:
+    """Report log-probs at temperature 1, as SGLang did before sglang#2664."""
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
     from sglang.srt.layers import sampler
 
@@ -72,17 +128,6 @@ def temperature_not_applied() -> None:
         if hasattr(sampler, name):
             setattr(sampler, name, True)
     reached()
-
-
-@plant
-def attention_scale() -> None:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    def around(real: Any, self: Any, *args: Any, **kw: Any) -> None:
-        real(self, *args, **kw)
-        self.scaling *= 1.2
-
-    wrap(RadixAttention, "__init__", around)
 
 
 @plant
@@ -111,10 +156,32 @@ def batch_in_prefill() -> None:
 
 
 @plant
-def scaled_embedding() -> None:
-    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+def first_cached_token_lost() -> None:
+    """Read the second token's keys and values for the first token too, in a prefill that finds a cached prefix."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
-    wrap(VocabParallelEmbedding, "forward", lambda real, self, *args, **kw: real(self, *args, **kw) * 1.01)
+    # Every attention backend reads this table, some before the model runs. The stream of the forward pass puts it right
+    # again.
+    def around(real: Any, self: Any, forward_batch: Any, *args: Any, **kw: Any) -> Any:
+        table = self.req_to_token_pool.req_to_token
+        cached = forward_batch.req_pool_indices[forward_batch.extend_prefix_lens > 1]
+        own = table[cached, 0]
+        table[cached, 0] = table[cached, 1]
+        output = real(self, forward_batch, *args, **kw)
+        table[cached, 0] = own
+        return output
+
+    def has_prefix(self: Any, forward_batch: Any, *args: Any, **kw: Any) -> bool:
+        is_extend = forward_batch.forward_mode.is_extend()
+        return is_extend and any(length > 1 for length in forward_batch.extend_prefix_lens_cpu or ())
+
+    wrap(ModelRunner, "forward", around, when=has_prefix)
+
+
+@plant
+def kv_cache_in_bfloat16() -> None:
+    """Change nothing: the engine argument kv_cache_dtype alone makes SGLang round keys and values."""
+    reached()
 
 
 @plant
@@ -124,63 +191,95 @@ def scaled_logits() -> None:
     wrap(LogitsProcessor, "_get_logits", lambda real, self, *args, **kw: real(self, *args, **kw) * 1.05)
 
 
-@plant
-def shared_expert_twice() -> None:
-    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
-
-    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
-        output = real(self, *args, **kw)
-        return output if output is None else output * 2
-
-    wrap(DeepseekV2MoE, "_forward_shared_experts", around)
+# In the trainer.
 
 
-@plant
-def correction_bias_ignored() -> None:
+@plant_in_trainer
+def trainer_without_temperature() -> None:
+    """Compute the trainer's log-probs at temperature 1, whatever the tokens were sampled at (miles#68)."""
+    from harness.trainer import actor
+
+    real = actor.log_probs_from_logits
+
+    def replaced(logits: Any, ids: Any, temperature: float) -> Any:
+        reached()
+        return real(logits, ids, 1.0)
+
+    actor.log_probs_from_logits = replaced
+
+
+@plant_in_trainer
+def trainer_positions_of_left_padding() -> None:
+    """Count positions as if the padding were on the left: position 0 for as many tokens as the row has padding, then 1,
+    2, ...
+
+    The longest row of a batch, and a sequence alone, are right.
+    """
     import torch
-    from sglang.srt.layers.moe.topk import TopK
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
     def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
-        self.topk_config.correction_bias = torch.zeros_like(self.topk_config.correction_bias)
-        return real(self, *args, **kw)
+        mask = kw["attention_mask"]
+        width = mask.shape[1]
+        padding = width - mask.sum(-1, keepdim=True)
+        positions = (torch.arange(width, device=mask.device)[None] - padding).clamp(min=0)
+        return real(self, *args, **kw | {"position_ids": positions})
 
-    wrap(TopK, "forward", around, when=lambda self, *_, **__: self.topk_config.correction_bias is not None)
+    def is_padded(*args: Any, attention_mask: Any = None, position_ids: Any = None, **kw: Any) -> bool:
+        return isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and position_ids is None
 
-
-@plant
-def chunk_position() -> None:
-    """Count the positions of every part of a prompt but the first one too far."""
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-
-    def around(real: Any, self: Any, positions: Any, *args: Any, **kw: Any) -> Any:
-        return real(self, positions + 1, *args, **kw)
-
-    def later(self: Any, positions: Any, *args: Any, **kw: Any) -> bool:
-        return len(positions) > 1 and int(positions[0]) > 0
-
-    wrap(RotaryEmbedding, "forward", around, when=later)
+    wrap(Qwen2Model, "forward", around, when=is_padded)
 
 
-@plant
-def other_activation() -> None:
-    from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
+@plant_in_trainer
+def trainer_sdpa_in_bfloat16() -> None:
+    """Compute the trainer's sdpa in bfloat16, as a kernel that takes nothing else; eager stays as it is."""
+    import torch
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    wrap(SiluAndMul, "forward", lambda real, self, x: GeluAndMul.forward_native(GeluAndMul(), x))
+    def rounded(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kw: Any) -> Any:
+        reached()
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            attention_mask = attention_mask.bfloat16()
+        narrow = (each.bfloat16() for each in (query, key, value))
+        output, weights = sdpa_attention_forward(module, *narrow, attention_mask, *args, **kw)
+        return output.to(query.dtype), weights
+
+    AttentionInterface.register("sdpa", rounded)
 
 
-@plant
+@plant_in_trainer
+def trainer_sends_a_rounded_bias() -> None:
+    """Round the routers' correction bias to bfloat16 as it is sent (miles#524)."""
+    from harness.weights.converter import CheckpointConverter
+
+    def around(real: Any, self: Any) -> Any:
+        sent = real(self)
+        return {
+            name: each.bfloat16().to(each.dtype) if name.endswith("e_score_correction_bias") else each
+            for name, each in sent.items()
+        }
+
+    wrap(CheckpointConverter, "tensors", around)
+
+
+# Engines that start and then die. Decoding of the run's own engine is wrong, and a changed engine shows why.
+
+
 def decode_steps_in_bfloat16() -> None:
     """Round what attention returns to bfloat16 in decoding, but only with num_continuous_decode_steps = 2."""
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.runtime_context import get_server_args
 
-    def in_two_steps(*args: Any, **kw: Any) -> bool:
-        return in_decode(*args, **kw) and get_server_args().num_continuous_decode_steps == 2
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        output = real(self, *args, **kw)
+        return output.bfloat16().to(output.dtype)
 
-    wrap(RadixAttention, "forward", rounded, when=in_two_steps)
+    def in_two_steps(self: Any, q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kw: Any) -> bool:
+        return forward_batch.forward_mode.is_decode() and get_server_args().num_continuous_decode_steps == 2
 
-
-# Engines that start and then die. Decoding of the run's own engine is wrong, and a changed engine shows why.
+    wrap(RadixAttention, "forward", around, when=in_two_steps)
 
 
 @plant
@@ -254,32 +353,3 @@ def trainer_without_sdpa() -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
     Qwen2ForCausalLM._supports_sdpa = False
-
-
-@plant_in_trainer
-def trainer_without_temperature() -> None:
-    """Compute the trainer's log-probs at temperature 1, whatever the tokens were sampled at (miles#68)."""
-    from harness.trainer import actor
-
-    real = actor.log_probs_from_logits
-
-    def replaced(logits: Any, ids: Any, temperature: float) -> Any:
-        reached()
-        return real(logits, ids, 1.0)
-
-    actor.log_probs_from_logits = replaced
-
-
-@plant_in_trainer
-def trainer_sends_a_rounded_bias() -> None:
-    """Round the routers' correction bias to bfloat16 as it is sent (miles#524)."""
-    from harness.weights.converter import CheckpointConverter
-
-    def around(real: Any, self: Any) -> Any:
-        sent = real(self)
-        return {
-            name: each.bfloat16().to(each.dtype) if name.endswith("e_score_correction_bias") else each
-            for name, each in sent.items()
-        }
-
-    wrap(CheckpointConverter, "tensors", around)
