@@ -6,7 +6,6 @@ SGLang makes sockets in its temporary folder and removes none of them.
 import multiprocessing
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -50,21 +49,28 @@ def engine_folder() -> tempfile.TemporaryDirectory[str]:
 def enter_run_folder(name: str) -> Path:
     """Make a new folder (0700) and use it for all later temporary files of this process and of those that it starts.
 
-    name: the run on this host, by which remove_run_folders() finds the folder.
+    name: the run on this host, by which run_folders() finds the folder.
     """
-    folder = Path(tempfile.mkdtemp(prefix=_prefix(name), dir=_base_of_run(name)))
+    folder = make_run_folder(name)
     os.environ |= variables(folder)
     tempfile.tempdir = str(folder)
     return folder
 
 
+def make_run_folder(name: str) -> Path:
+    """Make a new folder (0700) of the run, in which the path of a Unix socket is not too long."""
+    return Path(tempfile.mkdtemp(prefix=_prefix(name), dir=_base_of_run(name)))
+
+
+def run_folders(name: str) -> list[Path]:
+    """Return this user's folders of the run."""
+    return [each for each in Path(_base_of_run(name)).glob(f"{_prefix(name)}*") if is_own_folder(each)]
+
+
 def remove_run_folders(name: str) -> None:
     """Remove this user's folders of the run, from a process that makes no more temporary files."""
-    for folder in Path(_base_of_run(name)).glob(f"{_prefix(name)}*"):
-        with suppress(FileNotFoundError):  # a process that is ending removes its own
-            found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
+    for folder in run_folders(name):
+        shutil.rmtree(folder, ignore_errors=True)  # a process that is ending removes its own
 
 
 def variables(folder: Path) -> Mapping[str, str]:

@@ -1,10 +1,11 @@
 """A rank's observer: it reports phases and failures to the watchdog of its host, and obeys the order to exit.
 
-If the watchdog itself dies, the ranks of its host end by themselves: see without_watchdog.py.
+If the watchdog itself dies, the ranks of its host end by themselves, and one of them reports in its place (ending.py).
 torch is imported only when a run launches, so that the tests' stand-ins for ranks start at once.
 """
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -12,11 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import psutil
@@ -26,12 +27,10 @@ from harness.runtime import scratch
 from harness.runtime.errors import in_utf8, launcher_pid, say
 from harness.runtime.phases import RUN
 from harness.tools.watchdog import channel
-from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings
+from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings, open_heartbeat_socket
+from harness.tools.watchdog.ending import MARK, LostWatchdog, started_at
 from harness.tools.watchdog.failures import ERROR_LENGTH, Node, Place, is_echo, trace_end
-from harness.tools.watchdog.heartbeat import open_heartbeat_socket
-from harness.tools.watchdog.host_processes import MARK, started_at
-from harness.tools.watchdog.stacks import offer_own_stack
-from harness.tools.watchdog.without_watchdog import LostWatchdog
+from harness.tools.watchdog.verdict import offer_own_stack
 
 if TYPE_CHECKING:  # these import torch
     from harness.cluster.world import Launch
@@ -58,32 +57,81 @@ class WatchdogAddress:
     pid: int = field(default_factory=os.getpid)  # of the rank
 
 
+class OpenPhase(NamedTuple):
+    """A phase that has begun, and has not ended."""
+
+    name: str
+    step: int | None
+    limit: float  # seconds
+    due: float  # when that has passed, by time.monotonic()
+
+
+@dataclass(slots=True)
+class OpenPhases:
+    """The phases that a rank is in, their time limits, and how far it has come."""
+
+    timeouts: Mapping[str, float]  # phase -> seconds that it may take
+    otherwise: float  # the limit of other phases, and of the time between two; the whole job has none by itself
+    place: Place = field(default_factory=Place)
+    _open: list[OpenPhase] = field(default_factory=list)
+
+    def begin(self, phase: str, step: int | None) -> None:
+        limit = self.timeouts.get(phase, math.inf if phase == RUN else self.otherwise)
+        self._open.append(OpenPhase(phase, step, limit, time.monotonic() + limit))
+        self._go_on(phase, step)
+
+    def end(self, phase: str) -> None:
+        if ended := self.close(phase):
+            self._go_on(ended.name, ended.step)
+
+    def close(self, phase: str) -> OpenPhase | None:
+        """Return the phase of this name that began last, which is not open any more.
+
+        If an exception has left it and nobody catches that, it is still the place of the failure.
+        """
+        found = next((each for each in reversed(self._open) if each.name == phase), None)
+        if found:
+            self._open.remove(found)
+        return found
+
+    def due(self) -> tuple[float | None, float]:
+        """Return when the limit that passes first will have passed, None for never, and its length in seconds."""
+        limits = [(each.due, each.limit) for each in self._open]
+        if not self._open or self._open[-1].name == RUN:  # between two phases
+            limits.append((time.monotonic() + self.otherwise, self.otherwise))
+        due, limit = min(limits)
+        return (due, limit) if due < math.inf else (None, 0.0)
+
+    def _go_on(self, phase: str, step: int | None) -> None:
+        """Note the innermost phase that is open; if there is none, the one that has just ended stays the place."""
+        inside = [each for each in self._open if each.name != RUN]
+        if inside:
+            phase, step = inside[-1].name, inside[-1].step
+        elif phase == RUN:
+            phase, step = self.place.phase, self.place.step
+        self.place = Place(self.place.progress + 1, phase, step, bool(inside))
+
+
 class WatchdogObserver(Observer):
     """Reports a rank's phases and failures. Calls are cheap, thread-safe, and do nothing if there is no watchdog."""
 
     def __init__(self) -> None:
         self.own: WatchdogAddress
-        self._deadline: Callable[[str], float | None] = lambda phase: None
-        self._order_seconds = ORDER_SECONDS
+        self._settings: WatchdogSettings
+        self._phases = OpenPhases({}, math.inf)
         self._run: RunContext | None = None
         self._line: socket.socket | None = None
-        self._is_first = False
-        """Whether this is the first rank of its torchrun, which starts the watchdog."""
         self._watchdog = 0
-        """The pid of the watchdog. The kernel names the process that made the socket, which is the first rank."""
-        self._world_size = 0
-        self._place = Place()
+        """The pid of the watchdog, which it tells."""
         self._met: channel.Met | None = None
         self._others: dict[int, psutil.Process] = {}
         """The other ranks of this torchrun, once all have met."""
         self._finished = False
         self._answered = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def launched(self, config: "Config", launch: "Launch") -> None:
         """Connect to the watchdog. The run's temporary folder on this host has the same name."""
-        import torch
-
         from harness.cluster.placement import host_name
         from harness.cluster.world import host_identity
 
@@ -92,16 +140,14 @@ class WatchdogObserver(Observer):
             host=host_name(host_identity()),
             world_size=launch.world_size,
             local_world_size=launch.local_world_size,
-            idle_seconds=limits.timeout_seconds,
             heartbeat_timeout=limits.heartbeat_timeout,
             stopped_seconds=STOPPED_SECONDS,
         )
-        timeouts, otherwise = limits.phase_timeouts, limits.timeout_seconds
-        self.connect(launch.rank, launch.local_rank, lambda phase: deadline(phase, timeouts, otherwise), settings)
+        self.connect(
+            launch.rank, launch.local_rank, OpenPhases(limits.phase_timeouts, limits.timeout_seconds), settings
+        )
         scratch.enter_run_folder(self.own.watchdog)  # which the watchdog removes
-        # Before any communicator; since 2.8 torch warns of the older name, on every rank.
-        is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_RECORDS)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDS)  # before any communicator
 
     def met(self, run: RunContext) -> None:
         """Let the watchdogs of all hosts find each other. A collective call of all ranks."""
@@ -111,22 +157,16 @@ class WatchdogObserver(Observer):
         self._run = run
         self.meet(all_gather(replace(self.own, address=own_address(os.environ))), run.folder)
 
-    def connect(
-        self, rank: int, local_rank: int, deadline: Callable[[str], float | None], settings: WatchdogSettings
-    ) -> None:
-        """Connect to the watchdog; the first rank of a torchrun starts it.
-
-        deadline: seconds that a phase may take, None for no limit.
-        """
-        self._deadline, self._order_seconds = deadline, settings.heartbeat_timeout + ORDER_SECONDS
+    def connect(self, rank: int, local_rank: int, phases: OpenPhases, settings: WatchdogSettings) -> None:
+        """Connect to the watchdog; the first rank of a torchrun starts it."""
         pid, host, is_torchrun = launcher_pid(), settings.host, "TORCHELASTIC_RUN_ID" in os.environ
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # Containers with pids of their own may share the folder for temporary files.
         pids = os.stat("/proc/self/ns/pid").st_ino
         name = f"harness-{os.getuid()}-{pids}-{pid}-{started_at(pid)}-{restart}"
-        settings = replace(settings, name=name, launcher=pid, is_torchrun=is_torchrun)
-        self._is_first, self._world_size = local_rank == 0, settings.world_size
-        port = _start_watchdog(settings) if self._is_first else 0
+        self._phases = phases
+        self._settings = replace(settings, name=name, launcher=pid, is_torchrun=is_torchrun)
+        port = _start_watchdog(self._settings) if local_rank == 0 else 0
         os.environ[MARK] = name  # in the environment of the processes that this one starts
         self.own = WatchdogAddress(rank=rank, host=host, watchdog=name, port=port, secret=secrets.token_hex(32))
         given_up = time.monotonic() + JOIN_SECONDS
@@ -137,10 +177,13 @@ class WatchdogObserver(Observer):
             time.sleep(0.05)
         self._line = line
         self._send(channel.Hello(rank, offer_own_stack()))
+        self._tell_place()
         threading.Thread(target=self._obey, args=[line], name="watchdog-client", daemon=True).start()
 
     def meet(self, addresses: Sequence[WatchdogAddress], folder: Path) -> None:
         """Let the watchdogs listen to each other, and wait for their first beats. addresses: of all ranks.
+
+        A rank that went on before its watchdog has seen it could end without a trace of how.
 
         folder: the run directory, where the watchdog keeps its verdict.
         """
@@ -160,21 +203,23 @@ class WatchdogObserver(Observer):
         self._ask(self._met)
 
     def flush(self) -> None:
-        """Return once the watchdogs of the other hosts know this rank's phase."""
+        """Return once the watchdogs of the other hosts have been sent this rank's phase."""
         self._ask(channel.Flush())
 
     def phase_begins(self, phase: str, step: int | None = None) -> None:
-        if phase != RUN:
-            self._place = Place(0, phase, step, inside=True)
-        self._send(channel.PhaseBegins(phase, step, self._deadline(phase)))
+        with self._lock:
+            self._phases.begin(phase, step)
+            self._tell_place(begins=True)
 
     def phase_ends(self, phase: str, step: int | None = None) -> None:
-        if phase != RUN:
-            self._place = Place(0, phase, step, inside=False)
-        self._send(channel.PhaseEnds(phase))
+        with self._lock:
+            self._phases.end(phase)
+            self._tell_place()
 
     def phase_fails(self, phase: str, step: int | None = None) -> None:
-        self._send(channel.PhaseFails(phase))
+        with self._lock:
+            self._phases.close(phase)
+            self._tell_place()
 
     def interrupted(self, signal_name: str) -> None:
         self._send(channel.Failed("told", f"got {signal_name}, as from Ctrl-C or a job scheduler,"))
@@ -187,12 +232,15 @@ class WatchdogObserver(Observer):
         line, traceback = " ".join(in_utf8(error).split()), in_utf8(traceback)
         echo = self._line is not None and is_echo(line, self.own.rank)
         if self._send(channel.Failed("echo" if echo else "exception", line[:ERROR_LENGTH], trace_end(traceback))):
-            time.sleep(self._order_seconds)
+            time.sleep(self._settings.heartbeat_timeout + ORDER_SECONDS)
 
     def finished(self, code: int) -> None:
         """Report that this rank is about to exit on its own, with this code."""
         self._send(channel.Exits(code))
         self._finished = True
+
+    def _tell_place(self, begins: bool = False) -> None:
+        self._send(channel.Moved(self._phases.place, begins, *self._phases.due()))
 
     def _ask(self, message: channel.Message) -> None:
         """Send it, and wait until the watchdog has done what it asks for."""
@@ -225,29 +273,12 @@ class WatchdogObserver(Observer):
         if self._finished:
             return
         if code is None:
-            self._leave_without_watchdog()
+            place = self._phases.place
+            LostWatchdog(self._settings, self._watchdog, self.own.rank, place, self._others, self._met).leave()
         if self._run:
             with suppress(OSError):  # a full disk, which may be the failure
                 self._run.events.close()
         os._exit(FAILED if code is None else code)
-
-    def _leave_without_watchdog(self) -> None:
-        LostWatchdog(
-            pid=self._watchdog,
-            name=self.own.watchdog,
-            host=self.own.host,
-            rank=self.own.rank,
-            place=self._place,
-            world_size=self._world_size,
-            heartbeat_timeout=self._order_seconds - ORDER_SECONDS,
-            others=self._others,
-            met=self._met,
-        ).leave()
-
-
-def deadline(phase: str, phase_timeouts: dict[str, float], otherwise: float) -> float | None:
-    """Seconds that a phase may take; None for no limit, which is what the whole job has unless it is given one."""
-    return phase_timeouts.get(phase, None if phase == RUN else otherwise)
 
 
 def dump_flight_records(folder: Path, rank: int) -> None:
@@ -262,12 +293,12 @@ def dump_flight_records(folder: Path, rank: int) -> None:
 
 def _start_watchdog(settings: WatchdogSettings) -> int:
     """Start the watchdog with its sockets; return the port for heartbeats, 0 on one host."""
-    listener, folder = channel.listen(settings.name)
+    listener = channel.listen(settings.name)
     hosts = [open_heartbeat_socket()] if settings.world_size > settings.local_world_size else []
     passed = [each.fileno() for each in (listener, *hosts)]
     port = int(hosts[0].getsockname()[1]) if hosts else 0
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    words = [json.dumps(asdict(settings)), str(folder), *map(str, passed)]
+    words = [json.dumps(asdict(settings)), *map(str, passed)]
     subprocess.run(
         # The shell detaches it at once: a child of this rank would be ended together with the rank's other children.
         ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-P", "-m", "harness.tools.watchdog.watchdog", *words],

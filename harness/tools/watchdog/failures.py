@@ -1,8 +1,8 @@
-"""What can go wrong with a rank or a host, which of several failures came first, and which errors are consequences."""
+"""What can go wrong with a rank or a host, which of several failures came first, and how each is told."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
@@ -105,7 +105,7 @@ class RunFailure:
     host: str
     ranks: tuple[int, ...]  # the rank that failed; for a launcher or a lost host, all its ranks
     place: Place
-    detail: str = ""  # the error in one line, or how the process ended
+    detail: str = ""  # the error in one line, how the process ended, or which process of an engine is stopped
     seconds: float = 0.0  # the length of a deadline
     code: int = 1  # exit code of the run
     trace: tuple[str, ...] = ()  # last lines of the traceback, if any
@@ -141,3 +141,140 @@ def format_ranks(ranks: Sequence[int]) -> str:
 def format_time(seconds: float) -> str:
     """Return UNIX seconds as a time of day, in UTC on every host."""
     return f"{datetime.fromtimestamp(seconds, UTC):%H:%M:%S} UTC"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobView:
+    """What a host knows of the whole job when it reports a failure."""
+
+    now: float  # UNIX seconds
+    world_size: int
+    places: Mapping[int, Place]  # of every rank that was heard
+    hosts: Mapping[int, str]  # of every rank whose host is known
+    waiting: Mapping[int, bool] = field(default_factory=dict)
+    """Whether a rank's main thread waits for other ranks, for those whose stack is known."""
+
+
+def report_lines(failures: Sequence[RunFailure], view: JobView, explanation: Sequence[str] = ()) -> list[str]:
+    """Return the first failure, its traceback and explanation, and its consequences in a line for each kind."""
+    cause = first_failure(failures)
+    lines = [f"FIRST FAILURE: {sentence(cause, view)}", *(f"  | {line}" for line in cause.trace)]
+    lines += [f"  {line}" for line in explanation]
+    kinds: dict[tuple[str, str], list[RunFailure]] = {}
+    for failure in sorted((each for each in failures if each is not cause), key=lambda each: each.time):
+        kinds.setdefault((failure.kind, failure.detail if failure.kind == "died" else ""), []).append(failure)
+    return lines + [f"  {_consequences(same, cause)}" for same in kinds.values()]
+
+
+def sentence(failure: RunFailure, view: JobView) -> str:
+    """Return what happened, to which rank or host, where and when."""
+    ranks, place, detail, time = format_ranks(failure.ranks), failure.place, failure.detail, format_time(failure.time)
+    who = f"{ranks} on {failure.host}"
+    match failure.kind:
+        case "exception" | "mistake":
+            return f"{who} failed {place} at {time}: {detail}"
+        case "echo":
+            return f"{_lost_peer(failure, view)}; {who} lost a peer {place} at {time}: {detail}"
+        case "ended":
+            return f"{who} {detail} {place} at {time}: terminated from outside (job scheduler, time limit or kill)"
+        case "vanished":
+            unknown = "why is not known here, but torchrun's report may have its exit code"
+            return f"{who} {detail} {place} at {time}; {unknown}"
+        case "told" | "died":
+            return f"{who} {detail} {place} at {time}"
+        case "launcher":
+            return f"torchrun of {who} {detail} at {time}, when {_its_ranks_were(failure.ranks)} {place}"
+        case "watchdog":
+            return f"the watchdog of {failure.host} {detail} at {time}, when {_where(failure.ranks, view)}"
+        case "deadline":
+            return f"deadline of {failure.seconds:g} s passed {place}: {_waited_for(failure, view)}"
+        case "stopped":
+            what = f"{detail} of {who}" if detail else who
+            limit = f"its limit of {failure.seconds:g} s passed at {time}"
+            return f"{what} was stopped {place} (SIGSTOP, or a debugger): {limit}"
+        case "lost":
+            ago = f"{view.now - failure.time:.1f} s ago"
+            return f"{failure.host} ({ranks}) is gone: last heard {time}, {ago}, when {_where(failure.ranks, view)}"
+
+
+def _consequences(same: Sequence[RunFailure], cause: RunFailure) -> str:
+    """Return consequences of one kind in a line, with the seconds since the cause."""
+    first = same[0]
+    earliest, latest = (f"{round(each.time - cause.time, 1) + 0.0:+.1f}" for each in (first, same[-1]))  # never -0.0
+    hosts = ", ".join(dict.fromkeys(each.host for each in same))
+    ranks = format_ranks(sorted({rank for failure in same for rank in failure.ranks}))
+    who = f"{ranks} on {hosts}"
+    match first.kind:
+        case "exception" | "mistake" | "echo":
+            text = f"{who} failed too {first.place}: {first.detail}"
+        case "launcher":
+            text = f"torchrun of {who} {first.detail}"
+        case "watchdog":
+            text = f"the watchdog of {hosts} {first.detail}"
+        case "deadline":
+            text = f"{who} passed a deadline too"
+        case "stopped":
+            text = f"{who} or its engine was stopped {first.place}"
+        case "lost":
+            text = f"{hosts} ({ranks}) is gone too"
+        case _:
+            text = f"{who} {first.detail} {first.place}"
+    if len(same) == 1:
+        return f"{earliest} s: {text}"
+    return f"{earliest} to {latest} s: {text.replace(' was ', ' were ')}"
+
+
+def _lost_peer(failure: RunFailure, view: JobView) -> str:
+    """Return which peers a rank may have lost: those that are behind all others, itself excluded."""
+    places = {rank: place for rank, place in view.places.items() if rank not in failure.ranks}
+    if silent := sorted(set(range(view.world_size)) - set(view.places)):
+        return f"a peer vanished: no report from {format_ranks(silent)}"
+    behind = _behind(places)
+    return "a peer vanished" + (f": {format_ranks(behind)} last reported {places[behind[0]]}" if behind else "")
+
+
+def _where(ranks: Sequence[int], view: JobView) -> str:
+    """Return "its ranks were in sync of step 1", or the place of each group of ranks."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        groups.setdefault(str(view.places.get(rank, Place())), []).append(rank)
+    if len(groups) == 1:
+        return f"{_its_ranks_were(ranks)} {next(iter(groups))}"
+    return " and ".join(f"{format_ranks(group)} {_were(group)} {at}" for at, group in groups.items())
+
+
+def _waited_for(failure: RunFailure, view: JobView) -> str:
+    """Return for which ranks the others wait: those behind all others, or else those that are not in a collective."""
+    if unknown := sorted(set(range(view.world_size)) - set(view.places)):
+        return f"no report from {format_ranks(unknown)} (waited for by {format_ranks(list(view.places))})"
+    behind = _behind(view.places)
+    ahead = sorted(set(view.places) - set(behind))
+    if not ahead:
+        busy = [rank for rank in behind if view.waiting.get(rank) is False]
+        waiting = [rank for rank in behind if view.waiting.get(rank)]
+        if busy and waiting:
+            stuck = f"{_on_hosts(busy, view)} {'are' if len(busy) > 1 else 'is'} stuck in it (not in a collective)"
+            return f"{stuck}; waited for by {format_ranks(waiting)}"
+        return f"all ranks ({', '.join(map(str, behind))}) are in it, and none makes progress"
+    by = f"(waited for by {format_ranks(ahead)})"
+    place = replace(view.places[behind[0]], progress=failure.place.progress)
+    there = "still there" if place == failure.place else f"{place}, and had not arrived"
+    return f"{_on_hosts(behind, view)} {_were(behind)} {there} {by}"
+
+
+def _behind(places: Mapping[int, Place]) -> list[int]:
+    least = min((place.progress for place in places.values()), default=0)
+    return sorted(rank for rank, place in places.items() if place.progress == least)
+
+
+def _on_hosts(ranks: Sequence[int], view: JobView) -> str:
+    hosts = dict.fromkeys(view.hosts.get(rank, "an unknown host") for rank in ranks)
+    return f"{format_ranks(ranks)} on {', '.join(hosts)}"
+
+
+def _were(ranks: Sequence[int]) -> str:
+    return "were" if len(ranks) > 1 else "was"
+
+
+def _its_ranks_were(ranks: Sequence[int]) -> str:
+    return f"its {'ranks' if len(ranks) > 1 else 'rank'} {_were(ranks)}"

@@ -1,11 +1,20 @@
-"""The watchdog's verdict on a run that failed: the first failure in one sentence, what explains it, and what followed.
+"""A host's verdict on a run that failed, with its evidence: stacks of all processes, GPU memory, and the known cause.
 
-It is printed by the watchdog, and kept in the run directory as failure-HOST.json with stacks and GPU processes.
+The watchdog prints it, and keeps it in the run directory as failure-HOST.json, stacks-HOST-*.txt and gpus-HOST.txt.
+
+py-spy reads the stacks of any process of this user, stopped or not. If it is missing, or the kernel does not permit it,
+a rank's own faulthandler writes what it can, on a signal, into memory that the watchdog reads.
 """
 
+import faulthandler
 import json
 import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,26 +30,135 @@ from harness.runtime.files import replace_file
 from harness.runtime.tracebacks import first_cause, log_lines, tracebacks_in
 from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
 from harness.tools.diagnose.diagnosis_text import in_brief
-from harness.tools.watchdog.failures import Kind, Place, RunFailure, first_failure, format_ranks, format_time, trace_end
-from harness.tools.watchdog.stacks import Stack, describe_stacks, gpu_memory, take_stacks
+from harness.tools.watchdog.failures import JobView, RunFailure, first_failure, report_lines, trace_end
 
+DUMP_SIGNAL = signal.SIGUSR2
+PYSPY_SECONDS = 5.0  # for all stacks of a host together
+HANDLER_SECONDS = 0.5
+SHOWN_FRAMES = 4
 KINDS_WITH_A_TEXT = ("exception", "echo", "died", "deadline", "stopped")
 READ_BYTES = 64 << 20  # of one engine's log, from its start: the first failure counts
 
 Explanation = tuple[list[str], str | None]
 """Lines, and the slug of the catalogue entry, if any."""
 
+_QUERIES = (
+    ["--query-gpu=index,uuid,memory.used,memory.total,utilization.gpu", "--format=csv"],
+    ["--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv"],
+)
+_FRAME = re.compile(r"^\s+(?P<function>\S.*?) \((?P<file>[^()]*?\.py|<[^()]*>):(?P<line>\d+)\)$", re.MULTILINE)
+_HANDLER_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+# A collective in torch's Python and native names, or a wait for a GPU that may be in one.
+_WAITS = re.compile(
+    r"torch/distributed/(?!run\.py|launcher|elastic)\S*\.py|\bc10d::\w*Work\w*::wait|\bgloo::|\bnccl|\bncclComm|"
+    r"cuda(?:Stream|Device|Event)Synchronize",
+)
+_WAITS_IN_A_STORE = "of_all (harness/cluster/network.py:"
+"""The frame of a rank that waits for what all others write to torch's store, as the ranks meet: in native code
+alone."""
+_WRAPPERS = ("c10d_logger.py", "contextlib.py", "_contextlib.py")
+_PACKAGES = re.compile(r"(?:^|[/(])(?:torch|harness|sglang)/")
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobView:
-    """What a host knows of the whole job when it reports a failure."""
 
-    now: float  # UNIX seconds
-    world_size: int
-    places: Mapping[int, Place]  # of every rank that was heard
-    hosts: Mapping[int, str]  # of every rank whose host is known
-    waiting: Mapping[int, bool] = field(default_factory=dict)
-    """Whether a rank's main thread waits for other ranks, for those whose stack is known."""
+@dataclass(kw_only=True, slots=True)
+class _Stack:
+    """The stacks of one process, empty until they are taken."""
+
+    name: str  # rank1, or scheduler-1234
+    pid: int
+    rank: int | None = None
+    handler: int | None = None  # its descriptor of the memory into which its faulthandler writes, if it has one
+    text: str = ""
+    frames: tuple[str, ...] = ()  # of the main thread in Python, innermost first
+    waits: bool = False  # whether the main thread waits for other ranks, or for its GPU
+
+    def parse(self, text: str) -> None:
+        """Read what py-spy or faulthandler wrote."""
+        main = _main_thread(text)
+        matches = list(_FRAME.finditer(main)) or list(_HANDLER_FRAME.finditer(main))
+        matches = [match for match in matches if not match["file"].endswith(_WRAPPERS)]
+        self.text = text
+        self.frames = tuple(f"{match['function']} ({_short(match['file'])}:{match['line']})" for match in matches)
+        ours = (index for index, frame in enumerate(self.frames) if "harness/" in frame or "torch/" not in frame)
+        inner = next((matches[index].start() for index in ours), len(main))
+        in_store = bool(self.frames) and self.frames[0].startswith(_WAITS_IN_A_STORE)
+        self.waits = in_store or _WAITS.search(main[:inner]) is not None
+
+
+def offer_own_stack() -> int:
+    """Make this process write its stacks into memory on DUMP_SIGNAL; return the descriptor of that memory."""
+    memory = os.memfd_create("stacks")
+    faulthandler.register(DUMP_SIGNAL, file=memory, all_threads=True, chain=False)
+    return memory
+
+
+def _take_stacks(stacks: Sequence[_Stack]) -> None:
+    """Take the stacks of all, in parallel, within PYSPY_SECONDS and a moment."""
+    until = time.monotonic() + PYSPY_SECONDS
+    _by_pyspy(stacks, "--native", until)  # which cannot read a process that is stopped
+    _by_pyspy(stacks, "--nonblocking", min(until, time.monotonic() + PYSPY_SECONDS / 2))
+    _by_handler([each for each in stacks if not each.text and each.handler is not None])
+
+
+def _by_pyspy(stacks: Sequence[_Stack], option: str, until: float) -> None:
+    beside = Path(sys.executable).with_name("py-spy")
+    if not (tool := str(beside) if beside.exists() else shutil.which("py-spy")):
+        return
+    wanted = {each.pid: each for each in stacks if not each.text}
+    words = {pid: [tool, "dump", "--pid", str(pid), option] for pid in wanted}
+    running = {pid: subprocess.Popen(words[pid], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for pid in wanted}
+    for pid, process in running.items():
+        with suppress(subprocess.TimeoutExpired):
+            output, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            if process.returncode == 0:
+                wanted[pid].parse(output.decode(errors="replace"))
+        process.kill()
+
+
+def _by_handler(stacks: Sequence[_Stack]) -> None:
+    """Read what ranks write of themselves; a stopped process writes nothing until it continues."""
+    for each in stacks:
+        with suppress(OSError):
+            os.kill(each.pid, DUMP_SIGNAL)
+    time.sleep(HANDLER_SECONDS if stacks else 0)
+    for each in stacks:
+        with suppress(OSError):
+            each.parse(Path(f"/proc/{each.pid}/fd/{each.handler}").read_text(errors="replace"))
+
+
+def _main_thread(text: str) -> str:
+    """Return the part of the main thread, which py-spy names; faulthandler writes it last."""
+    for part in re.split(r"^(?=Thread )", text, flags=re.MULTILINE):
+        if '"MainThread"' in part.partition("\n")[0]:
+            return part
+    return re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)[-1]
+
+
+def _short(file: str) -> str:
+    """Return a path that begins with the file's package, or else with its name."""
+    package = re.search(r"(?:^|/)((?:torch|harness|sglang)/.*)$", file)
+    return package[1] if package else file.rpartition("/")[2] if file.startswith("/") else file
+
+
+def _describe_stacks(stacks: Mapping[int, _Stack]) -> list[str]:
+    """Return a line for each rank that says where its main thread is."""
+    lines = []
+    for rank, stack in sorted(stacks.items()):
+        # Frames of Python's own library show only that something waits, not what.
+        inner = [frame for frame in stack.frames[1:] if _PACKAGES.search(frame)]
+        at = " < ".join([*stack.frames[:1], *(inner or stack.frames[1:])][:SHOWN_FRAMES])
+        text = f" {'waits' if stack.waits else 'was'} in {at}" if at else ": its stack could not be read"
+        lines.append(f"rank {rank}{text}")
+    return lines
+
+
+def _gpu_memory() -> str:
+    """Return nvidia-smi's report on GPUs and on the processes that use them; "" if there is none."""
+    outputs, tool = [], shutil.which("nvidia-smi")
+    for query in _QUERIES if tool else ():
+        with suppress(subprocess.TimeoutExpired, OSError):  # a GPU whose driver hangs
+            outputs.append(subprocess.run([str(tool), *query], capture_output=True, text=True, timeout=2).stdout)
+    return "\n".join(outputs)
 
 
 @dataclass(slots=True)
@@ -51,9 +169,9 @@ class RunVerdict:
     folder: Path | None  # the run directory; None before the ranks have met
     failures: list[RunFailure]
     view: JobView
-    stacks: list[Stack] = field(default_factory=list)
-    gpus: str = ""
     explanation: "Future[Explanation]" = field(init=False)
+    _stacks: list[_Stack] = field(default_factory=list)
+    _gpus: str = ""
 
     def __post_init__(self) -> None:
         cause, folder = self.cause, self.folder
@@ -63,31 +181,37 @@ class RunVerdict:
     def cause(self) -> RunFailure:
         return first_failure(self.failures)
 
-    def begin_to_collect(self, ranks: Sequence[Stack], descendants: Mapping[int, psutil.Process]) -> "Future[None]":
-        """Take the stacks of ranks and of what they started, and look at the GPUs, on a thread."""
+    def begin_to_collect(
+        self, ranks: Mapping[int, tuple[int, int | None]], descendants: Mapping[int, psutil.Process]
+    ) -> "Future[None]":
+        """Take the stacks of ranks and of what they started, and look at the GPUs, on a thread.
+
+        ranks: rank -> its pid, and what offer_own_stack() returned there.
+        """
+        stacks = [
+            _Stack(name=f"rank{rank}", pid=pid, rank=rank, handler=handler) for rank, (pid, handler) in ranks.items()
+        ]
 
         def collect() -> None:
-            wanted = list(ranks)
             for pid, process in descendants.items():
                 with suppress(psutil.NoSuchProcess):
                     name = re.sub(r"\W+", "-", process.name()).strip("-")
-                    wanted.append(Stack(name=f"{name}-{pid}", pid=pid))
-            take_stacks(wanted)
-            self.gpus, self.stacks = gpu_memory(), wanted
+                    stacks.append(_Stack(name=f"{name}-{pid}", pid=pid))
+            _take_stacks(stacks)
+            self._gpus, self._stacks = _gpu_memory(), stacks
 
         return in_background(collect, "stacks")
 
-    def text(self) -> str:
+    def text(self, reporter: str) -> str:
         """Return all that is known now, for the screen."""
-        ending = f"  reported by the watchdog on {self.host}; terminating the remaining processes"
-        return "\n".join([*self.lines(), ending]) + "\n"
+        return "\n".join([*self.lines(), f"  reported by {reporter}; terminating the remaining processes"]) + "\n"
 
     def lines(self) -> list[str]:
         """Return the verdict without its last line."""
-        ranks = {int(stack.name[4:]): stack for stack in self.stacks if re.fullmatch(r"rank\d+", stack.name)}
+        ranks = {stack.rank: stack for stack in self._stacks if stack.rank is not None}
         view = replace(self.view, waiting={rank: stack.waits for rank, stack in ranks.items() if stack.frames})
-        explanation = describe_stacks(ranks)
-        if self.stacks and self.folder:
+        explanation = _describe_stacks(ranks)
+        if self._stacks and self.folder:
             explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
         lines = report_lines(self.failures, view, [*explanation, *self._explained()[0]])
         return [*lines, f"  run directory: {self.folder}"] if self.folder else lines
@@ -99,8 +223,8 @@ class RunVerdict:
         kept = {"host": self.host, "code": self.cause.code, "said": self.lines(), "slug": self._explained()[1]}
         kept |= {"first": asdict(self.cause), "failures": [asdict(each) for each in self.failures]}
         files = {f"failure-{self.host}.json": json.dumps(redact.values(kept), indent=1)}
-        files |= {f"stacks-{self.host}-{stack.name}.txt": redact.text(stack.text) for stack in self.stacks}
-        files |= {f"gpus-{self.host}.txt": self.gpus} if self.gpus else {}
+        files |= {f"stacks-{self.host}-{stack.name}.txt": redact.text(stack.text) for stack in self._stacks}
+        files |= {f"gpus-{self.host}.txt": self._gpus} if self._gpus else {}
         with suppress(OSError):  # a full disk, or a folder on a lost host: the screen has it
             for name, text in files.items():
                 replace_file(self.folder / name, text)
@@ -147,128 +271,3 @@ def _scheduler_trace(failure: RunFailure, logs: Sequence[Path]) -> list[str]:
             title = f"{log.name}{', what followed' if ended else ''}:"
             return [title, *(f"| {line}" for line in trace_end("\n".join(shown.lines)))]
     return []
-
-
-def report_lines(failures: Sequence[RunFailure], view: JobView, explanation: Sequence[str] = ()) -> list[str]:
-    """Return the first failure, its traceback and explanation, and its consequences in a line for each kind."""
-    cause = first_failure(failures)
-    lines = [f"FIRST FAILURE: {sentence(cause, view)}", *(f"  | {line}" for line in cause.trace)]
-    lines += [f"  {line}" for line in explanation]
-    kinds: dict[tuple[str, str], list[RunFailure]] = {}
-    for failure in sorted((each for each in failures if each is not cause), key=lambda each: each.time):
-        kinds.setdefault((failure.kind, failure.detail if failure.kind == "died" else ""), []).append(failure)
-    return lines + [f"  {_consequences(same, cause)}" for same in kinds.values()]
-
-
-_CAUSES: Mapping[Kind, str] = {
-    "exception": "{who} failed {place} at {time}: {detail}",
-    "mistake": "{who} failed {place} at {time}: {detail}",
-    "echo": "{lost_peer}; {who} lost a peer {place} at {time}: {detail}",
-    "ended": "{who} {detail} {place} at {time}: terminated from outside (job scheduler, time limit or kill)",
-    "told": "{who} {detail} {place} at {time}",
-    "vanished": "{who} {detail} {place} at {time}; why is not known here, but torchrun's report may have its exit code",
-    "died": "{who} {detail} {place} at {time}",
-    "launcher": "torchrun of {who} {detail} at {time}, when {its_ranks_were} {place}",
-    "watchdog": "the watchdog of {host} {detail} at {time}{when}",
-    "deadline": "deadline of {seconds:g} s passed {place}: {waited_for}",
-    "stopped": "{what} was stopped {place} (SIGSTOP, or a debugger): its limit of {seconds:g} s passed at {time}",
-    "lost": "{host} ({ranks}) is gone: last heard {time}, {ago:.1f} s ago, when {where}",
-}
-_CONSEQUENCES: Mapping[Kind, str] = {
-    "exception": "{who} failed too {place}: {detail}",
-    "mistake": "{who} failed too {place}: {detail}",
-    "echo": "{who} failed too {place}: {detail}",
-    "launcher": "torchrun of {who} {detail}",
-    "watchdog": "the watchdog of {hosts} {detail}",
-    "deadline": "{who} passed a deadline too",
-    "stopped": "{who} or its engine was stopped {place}",
-    "lost": "{hosts} ({ranks}) is gone too",
-}
-
-
-def sentence(failure: RunFailure, view: JobView) -> str:
-    """Return what happened, to which rank or host, where and when."""
-    ranks = format_ranks(failure.ranks)
-    who, where = f"{ranks} on {failure.host}", _where(failure.ranks, view)
-    return _CAUSES[failure.kind].format(
-        who=who,
-        what=f"{failure.detail} of {who}" if failure.detail else who,
-        host=failure.host,
-        ranks=ranks,
-        place=failure.place,
-        time=format_time(failure.time),
-        ago=view.now - failure.time,
-        seconds=failure.seconds,
-        detail=failure.detail,
-        where=where,
-        its_ranks_were=f"its {'ranks' if len(failure.ranks) > 1 else 'rank'} {_were(failure.ranks)}",
-        when=f", when {where}" if failure.ranks else "",
-        lost_peer=_lost_peer(failure, view),
-        waited_for=_waited_for(failure, view),
-    )
-
-
-def _consequences(same: Sequence[RunFailure], cause: RunFailure) -> str:
-    """Return consequences of one kind in a line, with the seconds since the cause."""
-    first = same[0]
-    earliest, latest = (f"{round(each.time - cause.time, 1) + 0.0:+.1f}" for each in (first, same[-1]))  # never -0.0
-    ranks = format_ranks(sorted({rank for failure in same for rank in failure.ranks}))
-    hosts = ", ".join(dict.fromkeys(each.host for each in same))
-    text = _CONSEQUENCES.get(first.kind, "{who} {detail} {place}").format(
-        who=f"{ranks} on {hosts}", hosts=hosts, ranks=ranks, place=first.place, detail=first.detail
-    )
-    if len(same) == 1:
-        return f"{earliest} s: {text}"
-    return f"{earliest} to {latest} s: {text.replace(' was ', ' were ')}"
-
-
-def _lost_peer(failure: RunFailure, view: JobView) -> str:
-    """Return which peers a rank may have lost: those that are behind all others, itself excluded."""
-    places = {rank: place for rank, place in view.places.items() if rank not in failure.ranks}
-    if silent := sorted(set(range(view.world_size)) - set(view.places)):
-        return f"a peer vanished: no report from {format_ranks(silent)}"
-    behind = _behind(places)
-    return "a peer vanished" + (f": {format_ranks(behind)} last reported {places[behind[0]]}" if behind else "")
-
-
-def _where(ranks: Sequence[int], view: JobView) -> str:
-    """Return "its ranks were in sync of step 1", or the place of each group of ranks."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(ranks):
-        groups.setdefault(str(view.places.get(rank, Place())), []).append(rank)
-    if len(groups) == 1:
-        return f"its {'ranks' if len(ranks) > 1 else 'rank'} {_were(ranks)} {next(iter(groups))}"
-    return " and ".join(f"{format_ranks(group)} {_were(group)} {at}" for at, group in groups.items())
-
-
-def _waited_for(failure: RunFailure, view: JobView) -> str:
-    """Return for which ranks the others wait: those behind all others, or else those that are not in a collective."""
-    if unknown := sorted(set(range(view.world_size)) - set(view.places)):
-        return f"no report from {format_ranks(unknown)} (waited for by {format_ranks(list(view.places))})"
-    behind = _behind(view.places)
-    ahead = sorted(set(view.places) - set(behind))
-    if not ahead:
-        busy = [rank for rank in behind if view.waiting.get(rank) is False]
-        waiting = [rank for rank in behind if view.waiting.get(rank)]
-        if busy and waiting:
-            stuck = f"{_on_hosts(busy, view)} {'are' if len(busy) > 1 else 'is'} stuck in it (not in a collective)"
-            return f"{stuck}; waited for by {format_ranks(waiting)}"
-        return f"all ranks ({', '.join(map(str, behind))}) are in it, and none makes progress"
-    by = f"(waited for by {format_ranks(ahead)})"
-    place = replace(view.places[behind[0]], progress=failure.place.progress)
-    there = "still there" if place == failure.place else f"{place}, and had not arrived"
-    return f"{_on_hosts(behind, view)} {_were(behind)} {there} {by}"
-
-
-def _behind(places: Mapping[int, Place]) -> list[int]:
-    least = min((place.progress for place in places.values()), default=0)
-    return sorted(rank for rank, place in places.items() if place.progress == least)
-
-
-def _on_hosts(ranks: Sequence[int], view: JobView) -> str:
-    hosts = dict.fromkeys(view.hosts.get(rank, "an unknown host") for rank in ranks)
-    return f"{format_ranks(ranks)} on {', '.join(hosts)}"
-
-
-def _were(ranks: Sequence[int]) -> str:
-    return "were" if len(ranks) > 1 else "was"

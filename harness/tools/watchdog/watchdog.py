@@ -26,16 +26,21 @@ import psutil
 
 from harness.runtime import clock
 from harness.runtime.errors import screen_of
-from harness.runtime.phases import RUN, phase_of_step
+from harness.runtime.phases import phase_of_step
 from harness.runtime.processes import is_alive, name_and_pid
 from harness.tools.watchdog import channel
-from harness.tools.watchdog.channel import LONGEST_MESSAGE, MalformedError, PhaseBegins, WatchdogSettings, parse
-from harness.tools.watchdog.ending import HostCleanup
-from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause
-from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Heartbeats
-from harness.tools.watchdog.host_processes import ExitWatch, MemoryKills, how_it_ended, is_stopped
-from harness.tools.watchdog.stacks import Stack
-from harness.tools.watchdog.verdict import JobView, RunVerdict
+from harness.tools.watchdog.channel import (
+    BEAT_SECONDS,
+    LONGEST_MESSAGE,
+    Heartbeats,
+    MalformedError,
+    WatchdogSettings,
+    parse,
+)
+from harness.tools.watchdog.deaths import ExitWatch, MemoryKills, how_it_ended
+from harness.tools.watchdog.ending import HostCleanup, is_stopped, keep_and_report, say_in_time
+from harness.tools.watchdog.failures import JobView, Kind, Place, RunFailure, first_failure, names_no_cause
+from harness.tools.watchdog.verdict import RunVerdict
 
 TICK_SECONDS = 0.25
 QUICK_SECONDS = 0.02  # between ticks while a rank waits for an answer, or has ended and torchrun is about to
@@ -44,9 +49,9 @@ BETTER_CAUSE_SECONDS = 2.0  # beyond heartbeat_timeout: how long to wait for the
 MISTAKE_SECONDS = 5.0  # ranks may take so long to exit on their own after one of them reported a user error
 JOIN_SECONDS = 60.0  # a rank of this host may come so long after the one before it
 MEET_SECONDS = 3.0  # ranks that have met wait so long for the first beats of all hosts
+LEAVE_SECONDS = 2.0  # from the order to exit to SIGKILL
 COLLECT_SECONDS = 8.0  # ranks stay so long after a deadline, at most, for their stacks to be taken
 LATE_SECONDS = 3.0  # a rank that comes so long after all others of its host to a phase of a step is reported
-FAREWELLS = 5  # last beats, of which one must arrive, or the other hosts take this one for lost
 EXPLANATION_SECONDS = 3.0  # how long the verdict waits for its explanation
 TIMED_OUT = 124
 _PID = re.compile(r"\(pid (\d+)\)")
@@ -54,66 +59,31 @@ _PID = re.compile(r"\(pid (\d+)\)")
 
 @dataclass(slots=True)
 class LocalRank:
-    """A rank of this host: its process, its connection, and its phases."""
+    """A rank of this host: its process, its connection, and how far it has come."""
 
     line: socket.socket
-    moved: float  # time.monotonic() when it last began or ended a phase
+    moved: float  # time.monotonic() when it last began or left a phase
     pid: int  # from the kernel
     rank: int = -1  # -1 until it has reported its number
     exit: ExitWatch | None = None
     process: psutil.Process | None = None
-    handler: int | None = None  # its descriptor of the memory into which its faulthandler writes; see stacks.py
+    handler: int | None = None  # its descriptor of the memory into which its faulthandler writes; see verdict.py
     left: int | None = None  # the exit code with which it reported that it exits
     failed: Kind | None = None  # the kind of its failure; what it does after that is a consequence
     closed: bool = False  # its connection is closed: it has died, or is about to
     gone: bool = False
     meets: bool = False  # it waits for the hosts to hear each other
-    open: list[tuple[PhaseBegins, float]] = field(default_factory=list)  # the phases that it is in, and since when
     place: Place = field(default_factory=Place)
+    due: float | None = None  # when its time limit passes, by time.monotonic()
+    limit: float = 0.0  # the length of that limit in seconds
 
     def send(self, **message: Any) -> None:
         with suppress(OSError):
             self.line.send(json.dumps(message).encode())
 
-    def begin(self, message: PhaseBegins, now: float) -> None:
-        self.open.append((message, now))
-        self._move(now)
-
-    def end(self, name: str, now: float) -> None:
-        """Note that it ended a phase."""
-        ended = self._close(name)
-        if ended and name != RUN:
-            self.place = Place(self.place.progress, name, ended.step, False)
-        self._move(now)
-
-    def fail(self, name: str, now: float) -> None:
-        """Note that an exception left a phase. If it is not caught, that phase is still the place of the failure."""
-        self._close(name)
-        self.moved = now
-
-    def _close(self, name: str) -> PhaseBegins | None:
-        """Return the phase of this name that began last, which is not open any more."""
-        for index, (begun, _) in reversed(list(enumerate(self.open))):
-            if begun.phase == name:
-                del self.open[index]
-                return begun
-        return None
-
-    def _move(self, now: float) -> None:
-        inside = next((begun for begun, _ in reversed(self.open) if begun.phase != RUN), None)
-        name, step = (inside.phase, inside.step) if inside else (self.place.phase, self.place.step)
-        self.place = Place(self.place.progress + 1, name, step, inside is not None)
-        self.moved = now
-
-    def overdue(self, now: float, idle_seconds: float) -> float | None:
-        """Return the length of the deadline that it has passed; None if none."""
-        if self.failed or self.gone or self.left is not None:
-            return None
-        for begun, since in self.open:
-            if begun.deadline is not None and now - since > begun.deadline:
-                return begun.deadline
-        between = not self.open or self.open[-1][0].phase == RUN
-        return idle_seconds if between and now - self.moved > idle_seconds else None
+    def stays(self) -> bool:
+        """Return whether it has neither ended nor said that it exits."""
+        return not self.gone and self.left is None
 
     def ended(self) -> str | None:
         """Return how it ended, in words, or "" if that is not known; None while it is alive."""
@@ -133,13 +103,12 @@ class Watchdog:
     settings: WatchdogSettings
     launcher: psutil.Process
     listener: socket.socket
-    socket_folder: Path  # of the listener; removed once all ranks of this host have come
     hosts_socket: socket.socket | None
     ranks: list[LocalRank] = field(default_factory=list)
     beats: Heartbeats | None = None
     folder: Path | None = None  # the run directory
     own: list[RunFailure] = field(default_factory=list)  # failures that were noticed on this host
-    ending: HostCleanup = field(init=False)
+    cleanup: HostCleanup = field(init=False)
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _last_came: float = field(default_factory=time.monotonic)  # when a rank connected last
@@ -152,48 +121,57 @@ class Watchdog:
     _warn_at: float = math.inf  # when to warn of hosts that were never heard
 
     def __post_init__(self) -> None:
-        self.ending = HostCleanup(self.settings, self.launcher, self.serve)
+        self.cleanup = HostCleanup(self.settings, self._processes, self.serve)
         self._selector.register(self.listener, selectors.EVENT_READ)
 
     def watch(self) -> None:
         """Watch from the first rank's arrival until nothing of this host's run is left."""
         screen = screen_of(self.launcher.pid)
         self.serve(lambda: bool(self._failures()) or self._is_over())
-        has_failed = bool(self._failures()) and self._end_run(screen)
-        self.ending.remove_files()
-        for _ in range(FAREWELLS if self.beats else 0):
-            self._beat(left=True)
-            time.sleep(QUICK_SECONDS)
-        if has_failed and self.folder and any(each.rank == 0 for each in self.ranks):
-            self.ending.write_reports(self.folder)
+        verdict = self._end_run(screen) if self._failures() else None
+        self.cleanup.remove_files()
+        if self.beats:
+            self.beats.say_farewell(self._places(), self.own, left=True)
+        if verdict:
+            keep_and_report(verdict, reports=any(each.rank == 0 for each in self.ranks))
 
-    def _end_run(self, screen: int) -> bool:
-        """Report the first failure, here and last on the screen (a descriptor), and end what is left.
+    def _end_run(self, screen: int) -> RunVerdict | None:
+        """Report the first failure and end what is left. screen: where torchrun writes, a descriptor.
 
-        Return False if a rank reported a user error, and all ranks have exited on their own.
+        Return None if a rank reported a user error, and all ranks have exited on their own. The verdict is printed
+        twice, the second time below torchrun's report, because Slurm and Kubernetes end this process together with
+        torchrun: then only the first one is seen.
         """
         self._noticed = time.monotonic()
         self.serve(self._is_decided)
         if first_failure(self._failures()).kind == "mistake":  # its rank has printed it
             self.serve(self._all_gone, MISTAKE_SECONDS)
             if self._all_gone():
-                return False
+                return None
         verdict = RunVerdict(self.settings.host, self.folder, self._failures(), self._view())
-        if verdict.cause.code == TIMED_OUT:  # take stacks and other evidence before anything is ended
-            for each in self.ranks:
-                each.send(dump=True)
-            self._look_at_processes()
-            alive = [each for each in self.ranks if each.is_alive()]
-            stacks = [Stack(name=f"rank{each.rank}", pid=each.pid, handler=each.handler) for each in alive]
-            collected = verdict.begin_to_collect(stacks, self.ending.descendants.known)
-            self.serve(collected.done, COLLECT_SECONDS)
+        if verdict.cause.code == TIMED_OUT:
+            self._collect(verdict)
         self.serve(verdict.explanation.done, EXPLANATION_SECONDS)
         self._look_at_processes()
         for each in self.ranks:
             each.send(leave=verdict.cause.code)
-        processes = [each.process for each in self.ranks if each.process]
-        self.ending.end_and_report(verdict, screen, processes, self._all_gone)
-        return True
+        torchrun_reports = self.settings.is_torchrun and is_alive(self.launcher)
+        who = f"the watchdog on {self.settings.host}"
+        say_in_time(verdict.text(who))
+        self.cleanup.end_ranks(LEAVE_SECONDS)
+        if self.settings.is_torchrun:
+            self.cleanup.end_torchrun(self.launcher)
+        if torchrun_reports:
+            say_in_time(verdict.text(who), screen)
+        return verdict
+
+    def _collect(self, verdict: RunVerdict) -> None:
+        """Take stacks and other evidence of what hangs, before anything is ended."""
+        for each in self.ranks:
+            each.send(dump=True)
+        self._look_at_processes()
+        alive = {each.rank: (each.pid, each.handler) for each in self.ranks if each.is_alive()}
+        self.serve(verdict.begin_to_collect(alive, self.cleanup.descendants.known).done, COLLECT_SECONDS)
 
     def serve(self, until: Callable[[], bool], seconds: float = math.inf) -> None:
         """Hear ranks and hosts, and look after them, until the condition holds or the time has passed."""
@@ -208,9 +186,6 @@ class Watchdog:
                 elif key.data is not None:
                     self._hear(key.data)
             self.look()
-
-    def _say(self, text: str) -> None:
-        self.ending.say(f"{text}\n")
 
     def _failures(self) -> list[RunFailure]:
         """Return the failures of all hosts that are known here; a lost host once."""
@@ -240,9 +215,11 @@ class Watchdog:
         # A host that is about to be found lost was lost before its consequences.
         return not names_no_cause(cause) and (self.beats is None or self.beats.all_heard_since(cause.time))
 
+    def _places(self) -> dict[int, Place]:
+        return {each.rank: each.place for each in self.ranks}
+
     def _view(self) -> JobView:
-        places = {each.rank: each.place for each in self.ranks}
-        hosts = {each.rank: self.settings.host for each in self.ranks}
+        places, hosts = self._places(), {each.rank: self.settings.host for each in self.ranks}
         for peer in self.beats.peers.values() if self.beats else ():
             places |= peer.places
             hosts |= dict.fromkeys(peer.node.ranks, peer.node.host)
@@ -271,31 +248,29 @@ class Watchdog:
                 continue  # it left without reading our last message; Linux says so before it gives its own last ones
             except OSError:
                 packet = b""
+            if not packet:
+                rank.closed = True
+                break
             try:
-                rank.closed = not packet or self._take(rank, parse(packet))
+                self._take(rank, parse(packet))
             except MalformedError as error:
                 rank.closed = rank.rank < 0
-                self._say(f"warning: the watchdog of {self.settings.host} ignores {error} from process {rank.pid}")
+                say_in_time(f"warning: the watchdog of {self.settings.host} ignores {error} from process {rank.pid}\n")
         self._selector.unregister(rank.line)
         if rank.rank < 0:
             rank.line.close()
 
-    def _take(self, rank: LocalRank, message: channel.Message) -> bool:
-        """Act on it; return False: the connection stays open."""
+    def _take(self, rank: LocalRank, message: channel.Message) -> None:
         now = time.monotonic()
         if isinstance(message, channel.Hello) == (rank.rank >= 0):
             raise MalformedError("a message out of turn")
         match message:
             case channel.Hello(number, handler):
                 self._admit(rank, number, handler)
-            case PhaseBegins():
-                rank.begin(message, now)
-                if message.step is not None:
+            case channel.Moved(place, begins, due, limit):
+                rank.place, rank.due, rank.limit, rank.moved = place, due, limit, now
+                if begins and place.step is not None:
                     self._compare_arrival(rank, now)
-            case channel.PhaseEnds(phase):
-                rank.end(phase, now)
-            case channel.PhaseFails(phase):
-                rank.fail(phase, now)
             case channel.Failed(kind, error, trace):
                 named = _PID.search(error)
                 error += self._memory_kill(error, int(named[1]) if named else 0)
@@ -304,19 +279,17 @@ class Watchdog:
                 rank.left = code
                 if code:
                     self._fail(rank, "mistake", f"ended with exit code {code}", code=code)
-            case channel.Flush():
-                if self.beats:
-                    self._beat()
-                rank.send(done=True)
-            case channel.Met(nodes, own, key, folder):
-                rank.meets, self.folder = True, Path(folder)
+            case channel.Met():
+                rank.meets, self.folder = True, Path(message.folder)
                 if self.beats is None and self.hosts_socket is not None:
                     self._selector.register(self.hosts_socket, selectors.EVENT_READ)
                     seconds = self.settings.heartbeat_timeout
-                    self.beats = Heartbeats(self.hosts_socket, nodes, own, bytes.fromhex(key), seconds, clock.now)
+                    self.beats = Heartbeats(self.hosts_socket, message, seconds, clock.now)
                     self._met, self._warn_at = now, now + seconds
+            case channel.Flush():
+                self._beat()
+                rank.send(done=True)
         self._news = True
-        return False
 
     def _admit(self, rank: LocalRank, number: int, handler: int | None) -> None:
         """Note which rank it is. Raise MalformedError if it cannot be that, or is no process of this torchrun."""
@@ -331,7 +304,7 @@ class Watchdog:
         self.ranks.append(rank)
         rank.send(watchdog=os.getpid())
         if len(self.ranks) == self.settings.local_world_size:
-            channel.remove(self.socket_folder)
+            Path(self.listener.getsockname()).unlink(missing_ok=True)
 
     def _compare_arrival(self, rank: LocalRank, now: float) -> None:
         """Report a rank that comes long after all others of its host to a phase of a step."""
@@ -340,7 +313,7 @@ class Watchdog:
             late, place = now - max(each.moved for each in others), phase_of_step(rank.place.phase, rank.place.step)
             if late > LATE_SECONDS:
                 others_there = f"the others on {self.settings.host} to {place}"
-                self._say(f"slow: rank {rank.rank} came {late:.1f} s after {others_there}")
+                say_in_time(f"slow: rank {rank.rank} came {late:.1f} s after {others_there}\n")
 
     def look(self) -> None:
         """See which rank died or hangs and which host is silent; send beats."""
@@ -350,47 +323,52 @@ class Watchdog:
                 if not rank.closed:
                     self._hear(rank)  # it may have said goodbye since we last listened
                 self._note_end(rank, how)
-            elif (seconds := rank.overdue(now, self.settings.idle_seconds)) is not None:
-                self._pass_deadline(rank, seconds)
-        for peer in self.beats.newly_lost() if self.beats else ():
-            place = max(peer.places.values(), key=lambda each: each.progress, default=Place())
-            self._note("lost", peer.node.ranks, place, time=peer.heard, host=peer.node.host)
-        self.ending.shared.look([*(each.pid for each in self.ranks), *self.ending.descendants.known])
+            elif rank.due is not None and now > rank.due and rank.left is None and not rank.failed:
+                for pid, owner in self._stopped_now(by_debugger=True).items():  # of any rank on this host
+                    self._fail_stopped(pid, owner, rank.limit)
+                self._fail(rank, "deadline", seconds=rank.limit, code=TIMED_OUT)
+        self.cleanup.shared.look([*(each.pid for each in self.ranks), *self.cleanup.descendants.known])
         if now - self._looked > BEAT_SECONDS:
             self._looked = now
             self._look_at_processes()
             self._look_for_stopped(now)
         self._look_at_launcher()  # each time: the ranks go on, and the verdict says where they were
-        silent = self.beats.silent() if self.beats else []
-        if silent and now > self._warn_at:
-            self._warn_at = math.inf
-            self._warn_of_silence(silent)
-        waits_for_beats = bool(silent) and now - self._met <= MEET_SECONDS
-        every = QUICK_SECONDS if waits_for_beats else BEAT_SECONDS
-        if self.beats and (self._news or now - self._beaten > every):
-            self._news, self._beaten = False, now
-            self._beat()
+        waits_for_beats = self.beats is not None and self._look_at_hosts(self.beats, now)
         if not waits_for_beats:  # no phase begins before, or a host that is lost in it was never heard
             for rank in (each for each in self.ranks if each.meets):
                 rank.meets = False
                 rank.send(done=True)
 
-    def _beat(self, left: bool = False) -> None:
-        assert self.beats is not None
-        self.beats.beat({each.rank: each.place for each in self.ranks}, self.own, left)
+    def _look_at_hosts(self, beats: Heartbeats, now: float) -> bool:
+        """Note the hosts that are lost, and send a beat; return whether the first beats of others may still come."""
+        for peer in beats.newly_lost():
+            place = max(peer.places.values(), key=lambda each: each.progress, default=Place())
+            self._note("lost", peer.node.ranks, place, time=peer.heard, host=peer.node.host)
+        silent = beats.silent()
+        if now > self._warn_at:
+            self._warn_at = math.inf
+            for node in silent:
+                silence = f"{self.settings.host} got no heartbeat from {node} at {node.address} port {node.port}"
+                advice = (
+                    "UDP between the hosts may be blocked; a lost host will then only show as errors of the other ranks"
+                )
+                say_in_time(f"warning: {silence} in {self.settings.heartbeat_timeout:g} s; {advice}\n")
+        waits = bool(silent) and now - self._met <= MEET_SECONDS
+        if self._news or now - self._beaten > (QUICK_SECONDS if waits else BEAT_SECONDS):
+            self._beat()
+        return waits
 
-    def _pass_deadline(self, rank: LocalRank, seconds: float) -> None:
-        """Report what is stopped, of this rank or of any on this host, or else the deadline."""
-        if is_stopped(rank.pid):
-            self._fail(rank, "stopped", seconds=seconds, code=TIMED_OUT)
-            return
-        descendants = self.ending.descendants
-        for process in [each for pid, each in descendants.known.items() if is_stopped(pid)]:
-            pid = descendants.rank_of.get(process.pid)
-            for owner in (each for each in self.ranks if each.pid == pid):
-                detail = f"engine process {name_and_pid(process)}"
-                self._fail(owner, "stopped", detail, seconds=seconds, code=TIMED_OUT)
-        self._fail(rank, "deadline", seconds=seconds, code=TIMED_OUT)
+    def _beat(self) -> None:
+        if self.beats:
+            self._news, self._beaten = False, time.monotonic()
+            self.beats.beat(self._places(), self.own)
+
+    def _stopped_now(self, by_debugger: bool) -> dict[int, LocalRank]:
+        """Return the stopped processes of ranks that stay: pid -> the rank that it is, or that has started it."""
+        owners = {each.pid: each for each in self.ranks if each.stays()}
+        of_engines = {pid: self.cleanup.descendants.rank_of.get(pid, 0) for pid in self.cleanup.descendants.known}
+        ranks = {pid: rank for pid, rank in of_engines.items() if rank in owners} | {pid: pid for pid in owners}
+        return {pid: owners[rank] for pid, rank in ranks.items() if is_stopped(pid, by_debugger)}
 
     def _look_for_stopped(self, now: float) -> None:
         """Report a process that has been stopped for long, and whose rank has not moved for as long.
@@ -398,17 +376,17 @@ class Watchdog:
         It is seen once a second, and each time counts a second: whoever stops the whole job stops this process too, and
         all continue together. A process that a debugger holds may take as long as its phase.
         """
-        owners = {each.pid: each for each in self.ranks if not each.gone and each.left is None}
-        rank_of, known = self.ending.descendants.rank_of, self.ending.descendants.known
-        found = [] if is_stopped(self.launcher.pid) else [*owners, *known]
-        stopped = [pid for pid in found if is_stopped(pid, by_debugger=False)]
+        stopped = {} if is_stopped(self.launcher.pid) else self._stopped_now(by_debugger=False)
         self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid in stopped}
         seconds = self.settings.stopped_seconds
-        for pid, looks in self._stopped.items():
-            owner = owners.get(rank_of.get(pid, pid))
-            if owner and min(looks * BEAT_SECONDS, now - owner.moved) > seconds:
-                detail = f"engine process {name_and_pid(known[pid])}" if pid in known else ""
-                self._fail(owner, "stopped", detail, seconds=seconds, code=TIMED_OUT)
+        for pid, owner in stopped.items():
+            if min(self._stopped[pid] * BEAT_SECONDS, now - owner.moved) > seconds:
+                self._fail_stopped(pid, owner, seconds)
+
+    def _fail_stopped(self, pid: int, owner: LocalRank, seconds: float) -> None:
+        process = self.cleanup.descendants.known.get(pid)
+        detail = f"engine process {name_and_pid(process)}" if process else ""
+        self._fail(owner, "stopped", detail, seconds=seconds, code=TIMED_OUT)
 
     def _note_end(self, rank: LocalRank, how: str) -> None:
         rank.gone = True
@@ -436,34 +414,26 @@ class Watchdog:
 
     def _look_at_launcher(self) -> None:
         """Note its end once, and only while it has ranks."""
-        staying = [each for each in self.ranks if each.left is None and not each.gone]
+        staying = [each for each in self.ranks if each.stays()]
         if staying and not is_alive(self.launcher) and not any(each.kind == "launcher" for each in self.own):
             ranks = tuple(each.rank for each in staying)
             self._note("launcher", ranks, staying[0].place, detail=f"(pid {self.launcher.pid}) is gone")
 
-    def _look_at_processes(self) -> None:
-        ranks = [each.process for each in self.ranks if each.process and not each.gone]
-        self.ending.descendants.look(each.pid for each in ranks)
-        self.memory_kills.look([*(each.pid for each in ranks), *self.ending.descendants.known])
+    def _processes(self) -> list[psutil.Process]:
+        return [each.process for each in self.ranks if each.process and not each.gone]
 
-    def _warn_of_silence(self, silent: list[Node]) -> None:
-        there = ", ".join(f"{node} at {node.address} port {node.port}" for node in silent)
-        silence = f"{self.settings.host} got no heartbeat from {there} in {self.settings.heartbeat_timeout:g} s"
-        advice = "UDP between the hosts may be blocked; a lost host will then only show as errors of the other ranks"
-        self._say(f"warning: {silence}; {advice}")
+    def _look_at_processes(self) -> None:
+        alive = self.cleanup.look()
+        self.memory_kills.look([*alive, *self.cleanup.descendants.known])
 
 
 def main(words: list[str]) -> None:
-    """Watch one run on this host. words: the settings as JSON, the folder of the listener, descriptors of the
-    sockets.
-    """
+    """Watch one run on this host. words: the settings as JSON, and the descriptors of the sockets."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the run, whose end is noticed
     settings = WatchdogSettings(**json.loads(words[0]))
-    listener, *hosts = (socket.socket(fileno=int(each)) for each in words[2:])
-    launcher, folder = psutil.Process(settings.launcher), Path(words[1])
-    Watchdog(settings, launcher, listener, folder, hosts[0] if hosts else None).watch()
-    channel.remove(folder)
+    listener, *hosts = (socket.socket(fileno=int(each)) for each in words[1:])
+    Watchdog(settings, psutil.Process(settings.launcher), listener, hosts[0] if hosts else None).watch()
     os._exit(0)  # without waiting for threads
 
 

@@ -1,9 +1,8 @@
 """A stand-in for torchrun: starts ranks of stand_in_rank.py on one "host", and ends all of them at the first that
 fails.
 
-Arguments: a JSON object with host, ranks, world_size, folder, heartbeat_timeout, idle_seconds, phase_timeouts, and
-orders: rank -> a line of words for stand_in_rank.py. With "hangs", it stays when its ranks are gone, whatever it is
-told.
+Arguments: a JSON object with host, ranks, world_size, folder, heartbeat_timeout, phase_timeouts, and orders:
+rank -> a line of words for stand_in_rank.py. With "hangs", it stays when its ranks are gone, whatever it is told.
 """
 
 import json

@@ -1,10 +1,10 @@
 """A stand-in for a rank, without torch: speaks to its watchdog through the real WatchdogObserver, and does as it is
 told.
 
-Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, leave:PHASE (as it fails), meet
-(all ranks), child (start a process that would outlive us, and so would its file in /dev/shm), scratch (make the folder
-for temporary files), raise:TEXT, kill:SIGNAL, exit:CODE, wait:SECONDS, until:NAME (until the folder has this file),
-flush (until the other hosts have been told where we are), hang, bye.
+Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, meet (all ranks), child (start a
+process that would outlive us, and so would its file in /dev/shm), scratch (make the folder for temporary files),
+raise:TEXT, kill:SIGNAL, exit:CODE, wait:SECONDS, until:NAME (until the folder has this file), flush (until the other
+hosts have been told where we are), hang, bye.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from harness.runtime import scratch
 from harness.tools.watchdog.channel import WatchdogSettings
-from harness.tools.watchdog.client import WatchdogObserver
+from harness.tools.watchdog.client import OpenPhases, WatchdogObserver
 
 CHILD = """
 import mmap, signal, sys, time
@@ -49,11 +49,10 @@ def main() -> None:
         host=said["host"],
         world_size=said["world_size"],
         local_world_size=len(said["ranks"]),
-        idle_seconds=said.get("idle_seconds", 600.0),
         heartbeat_timeout=said.get("heartbeat_timeout", 2.5),
         stopped_seconds=said.get("stopped_seconds", 60.0),
     )
-    client.connect(rank, int(os.environ["LOCAL_RANK"]), lambda phase: phase_timeouts.get(phase, 600.0), settings)
+    client.connect(rank, int(os.environ["LOCAL_RANK"]), OpenPhases(phase_timeouts, 600.0), settings)
     for word in said["orders"][str(rank)].split():
         name, _, argument = word.partition(":")
         if name == "begin":
@@ -61,8 +60,6 @@ def main() -> None:
             client.phase_begins(phase, int(step))
         elif name == "end":
             client.phase_ends(argument)
-        elif name == "leave":
-            client.phase_fails(argument)
         elif name == "meet":
             run_folder = Path(said.get("run_folder", folder))
             meet(client, folder, said["world_size"], said.get("address", "127.0.0.1"), run_folder)

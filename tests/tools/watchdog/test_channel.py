@@ -1,7 +1,9 @@
-"""Which processes a watchdog hears: those of its user and of its torchrun, whatever they send; no other user's."""
+"""What a watchdog hears: ranks of its user and its torchrun, whatever they send, and beats of its run; nothing else."""
 
+import hmac
 import json
 import os
+import select
 import socket
 import stat
 import subprocess
@@ -17,8 +19,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.runtime import scratch
 from harness.tools.watchdog import channel
-from harness.tools.watchdog.channel import MalformedError, Message, Met, WatchdogSettings, parse
+from harness.tools.watchdog.channel import (
+    Heartbeats,
+    MalformedError,
+    Message,
+    Met,
+    WatchdogSettings,
+    open_heartbeat_socket,
+    parse,
+)
+from harness.tools.watchdog.failures import Node, Place, RunFailure
 from harness.tools.watchdog.watchdog import Watchdog
 
 NOT_US = 65534
@@ -40,10 +52,10 @@ except OSError as error:
 @pytest.fixture
 def listener() -> Iterator[tuple[socket.socket, Path, str]]:
     name = f"harness-test-{os.getpid()}-{time.monotonic_ns()}"
-    made, folder = channel.listen(name)
-    yield made, folder, name
+    made = channel.listen(name)
+    yield made, Path(made.getsockname()).parent, name
     made.close()
-    channel.remove(folder)
+    scratch.remove_run_folders(name)
 
 
 def as_other_user(path: Path) -> str:
@@ -54,19 +66,18 @@ def as_other_user(path: Path) -> str:
 @pytest.fixture
 def watched(listener: tuple[socket.socket, Path, str]) -> Callable[[int], Watchdog]:
     """Return a watchdog of two ranks that this process, or another one, has started; it hears when it serves."""
-    made, folder, name = listener
+    made, _, name = listener
     settings = WatchdogSettings(
         host="host0",
         world_size=2,
         local_world_size=2,
-        idle_seconds=600.0,
         heartbeat_timeout=10.0,
         stopped_seconds=60.0,
         name=name,
     )
 
     def make(launcher: int) -> Watchdog:
-        return Watchdog(settings, psutil.Process(launcher), made, folder, None)
+        return Watchdog(settings, psutil.Process(launcher), made, None)
 
     return make
 
@@ -98,14 +109,14 @@ def test_a_connection_of_another_user_is_closed(
 @as_root
 def test_a_folder_of_another_user_is_not_used(listener: tuple[socket.socket, Path, str]) -> None:
     _, folder, name = listener
-    trap = folder.with_name(f"{name}-00000000")
+    trap = folder.with_name(f"{name}.tmp-00000000")
     trap.mkdir(mode=0o700)
     os.chown(trap, NOT_US, NOT_US)
     try:
         line = channel.connect(name)
         assert line is not None and channel.peer_of(line)[0] == os.getpid()
         line.close()
-        channel.remove(folder)
+        scratch.remove_run_folders(name)
         assert channel.connect(name) is None
     finally:
         trap.rmdir()
@@ -159,8 +170,9 @@ def ended(line: socket.socket) -> bool:
 
 GARBAGE = [
     b"garbage",
-    b"[1]",
-    b'{"say":"begins"}',
+    b"[" * 100_000,
+    b'{"say": "flush", "more": 1}',
+    b'{"say":"moved"}',
     b"\xff\xfe",
     b'{"say": "flush"}',
     b'{"say": "hello", "rank": 7, "handler": null}',
@@ -179,7 +191,9 @@ def test_malformed_packets_of_others_do_not_disturb_a_rank(
     for other, sent in zip(others, GARBAGE, strict=True):
         other.sendall(sent)
     rank.sendall(b"garbage")
-    rank.sendall(b'{"say": "begins", "phase": "sync", "step": 1, "deadline": null}')
+    rank.sendall(
+        b'{"say": "moved", "place": {"phase": "sync", "step": 1, "inside": true}, "begins": true, "due": null, "limit": 0}'
+    )
     open_lines = list(others)
 
     def all_heard() -> bool:
@@ -201,50 +215,137 @@ JSON = st.recursive(
 )
 
 
-def peers(port: int = 1, own: int = 0, key: str = "00") -> bytes:
-    nodes = [{"host": "host0", "ranks": [0], "address": "", "port": port}]
-    return json.dumps({"say": "peers", "nodes": nodes, "own": own, "key": key, "folder": "runs/a"}).encode()
-
-
-SAYS = ("hello", "begins", "ends", "failed", "bye", "flush", "peers", "nothing")
-NAMES = (
-    "rank",
-    "handler",
-    "phase",
-    "step",
-    "deadline",
-    "error",
-    "kind",
-    "trace",
-    "code",
-    "nodes",
-    "own",
-    "key",
-)
-MESSAGES = st.builds(
-    lambda say, rest: {"say": say} | rest, st.sampled_from(SAYS), st.dictionaries(st.sampled_from(NAMES), JSON)
-)
-
-
-@given(st.binary() | JSON.map(lambda each: json.dumps(each).encode()) | MESSAGES.map(lambda m: json.dumps(m).encode()))
+@given(st.binary() | JSON.map(lambda each: json.dumps(each).encode()))
 def test_any_packet_is_a_message_or_malformed(line: bytes) -> None:
     with suppress(MalformedError):
         assert isinstance(parse(line), Message)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(b"[" * 100_000, b'{"say": ["hello"]}', b'{"say": "hello", "rank": true, "handler": null}'),
-        *(b'{"say": "flush", "more": 1}', peers(port=1 << 16), peers(own=1), peers(key="no key")),
-    ],
-    ids=range(7),
-)
-def test_malformed_packets(line: bytes) -> None:
+@pytest.mark.parametrize("wrong", [{"nodes": [{"host": "a", "ranks": [0], "port": 1 << 16}]}, {"own": 1}, {"key": "x"}])
+def test_a_meeting_that_cannot_be_is_malformed(wrong: dict[str, object]) -> None:
+    right = {"say": "peers", "nodes": [{"host": "a", "ranks": [0], "port": 1}], "own": 0, "key": "00", "folder": "runs"}
+    assert isinstance(parse(json.dumps(right).encode()), Met)
     with pytest.raises(MalformedError):
-        parse(line)
+        parse(json.dumps(right | wrong).encode())
 
 
-def test_the_message_that_all_ranks_have_met() -> None:
-    message = parse(peers())
-    assert isinstance(message, Met) and message.nodes[0].host == "host0"
+PLACE = Place(7, "sync", 1, True)
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def doors() -> Iterator[list[socket.socket]]:
+    made = [open_heartbeat_socket(), open_heartbeat_socket()]
+    yield made
+    for door in made:
+        door.close()
+
+
+def pair(doors: list[socket.socket], clocks: list[Callable[[], float]], lost_seconds: float = 5) -> list[Heartbeats]:
+    nodes = tuple(
+        Node(host=f"host{index}", ranks=(index,), address=("127.0.0.1", "::1")[index], port=door.getsockname()[1])
+        for index, door in enumerate(doors)
+    )
+    return [
+        Heartbeats(door, Met(nodes, own, KEY.hex(), ""), lost_seconds, clock)
+        for own, (door, clock) in enumerate(zip(doors, clocks, strict=True))
+    ]
+
+
+def exchange(
+    speaker: Heartbeats, hearer: Heartbeats, failures: list[RunFailure] | None = None, left: bool = False
+) -> None:
+    speaker.beat({speaker.met.own: PLACE}, failures or [], left)
+    wait_for_datagram(hearer.socket)
+    hearer.listen()
+
+
+def wait_for_datagram(door: socket.socket) -> None:
+    assert select.select([door], [], [], 10)[0]
+
+
+def test_a_beat_tells_where_ranks_are_over_ipv4_and_ipv6(doors: list[socket.socket]) -> None:
+    first, second = pair(doors, [time.time, time.time])
+    assert [str(node) for node in first.silent()] == ["host1 (rank 1)"]
+    exchange(first, second)
+    exchange(second, first)
+    assert first.peers[1].places == {1: PLACE}
+    assert second.peers[0].places == {0: PLACE}
+    assert first.silent() == []
+
+
+def test_clocks_of_hosts_may_differ(doors: list[socket.socket]) -> None:
+    ahead = 137.0
+    first, second = pair(doors, [time.time, lambda: time.time() + ahead])
+    happened = time.time()
+    failure = RunFailure(kind="died", time=happened + ahead, host="host1", ranks=(1,), place=PLACE)
+    exchange(second, first, [failure])
+    assert first.peers[1].failures[0].time == pytest.approx(happened, abs=0.05)
+    assert first.peers[1].failures[0].place == PLACE
+
+
+def test_only_a_host_that_was_heard_can_be_lost_and_only_once(doors: list[socket.socket]) -> None:
+    now = [100.0, 100.0]
+    first, second = pair(doors, [lambda: now[0], lambda: now[1]])
+    now[0] = 200
+    assert first.newly_lost() == []
+    exchange(second, first)
+    now[0] += 4.9
+    assert first.newly_lost() == []
+    assert not first.all_heard_since(200.5)
+    now[0] += 0.2
+    assert [peer.node.host for peer in first.newly_lost()] == ["host1"]
+    assert first.newly_lost() == []
+    assert first.all_heard_since(200.5)
+
+
+def test_a_host_that_announced_its_exit_is_not_lost(doors: list[socket.socket]) -> None:
+    now = [100.0]
+    first, second = pair(doors, [lambda: now[0], time.time])
+    exchange(second, first, left=True)
+    now[0] += 60
+    assert first.newly_lost() == []
+
+
+def send(door: socket.socket, data: bytes) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(data, ("127.0.0.1", door.getsockname()[1]))
+    wait_for_datagram(door)
+
+
+def signed(beat: object, key: bytes = KEY) -> bytes:
+    said = json.dumps(beat).encode()
+    return hmac.digest(key, said, "sha256") + said
+
+
+BEAT = {"node": 1, "to": 0, "count": 1, "places": {}, "failures": [], "left": True}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * 50_000, json.dumps(BEAT).encode(), signed(BEAT, b"guessed"), signed(BEAT | {"to": 1}), signed([])],
+    ids=["garbage", "unsigned", "another key", "to another host", "no beat"],
+)
+def test_a_datagram_that_is_not_a_beat_of_this_run_is_ignored(doors: list[socket.socket], data: bytes) -> None:
+    first, second = pair(doors, [time.time, time.time])
+    send(doors[0], data)
+    first.listen()
+    assert not first.peers[1].left
+    exchange(second, first)
+    exchange(second, first)
+    assert first.peers[1].places == {1: PLACE}
+
+
+def test_a_repeated_beat_is_ignored(doors: list[socket.socket]) -> None:
+    now = [100.0]
+    first, second = pair(doors, [lambda: now[0], time.time])
+    second.beat({1: PLACE}, [])
+    wait_for_datagram(doors[0])
+    recorded = doors[0].recv(60_000)
+    send(doors[0], recorded)
+    first.listen()
+    assert first.peers[1].heard == 100.0
+    now[0] = 106.0
+    send(doors[0], recorded)
+    first.listen()
+    assert [peer.node.host for peer in first.newly_lost()] == ["host1"]

@@ -78,9 +78,9 @@ def left_with(mark: str) -> list[str]:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("harm", ["cut", "kill"])
-@pytest.mark.parametrize("host", ["host0", "host1"])
-@pytest.mark.parametrize("phase", [RUN, "start_engine", "sync", "update_actor"])
+@pytest.mark.parametrize(
+    ("harm", "host", "phase"), [("cut", "host0", RUN), ("kill", "host0", "start_engine"), ("cut", "host1", "sync")]
+)
 def test_a_host_that_goes_in_a_phase_is_named_and_the_other_ends(
     tmp_path: Path, harm: str, host: str, phase: str
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_deadline_ends_both_hosts_with_124_and_says_who_was_waited_for(tmp_pat
     assert ended.left == []
 
 
-@pytest.mark.parametrize("harm", ["--cut=host1@start_engine", "--cut=host1@generate:1", "--kill=host0@sync:1"])
+@pytest.mark.parametrize("harm", ["--cut=host1@generate:1", "--kill=host0@sync:1"])
 def test_the_same_with_real_engines(tmp_path: Path, harm: str) -> None:
     ended = run(tmp_path / "run", [harm], script="launch/ppo.py")
     gone, other = ("host1", "host0") if "host1" in harm else ("host0", "host1")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.watchdog.host_processes import COUNTS, MemoryKills
+from harness.tools.watchdog.deaths import COUNTS, MemoryKills
 
 RANK, OTHER = 555, 777
 

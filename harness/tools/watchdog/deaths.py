@@ -1,4 +1,4 @@
-"""Processes of this host that are not our children: who started them, how they ended, and which the kernel killed."""
+"""How a process of this host that is not our child ended, and whether the kernel killed it for want of memory."""
 
 import os
 import select
@@ -10,58 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 
-import psutil
+from harness.runtime.processes import status_after_reaping, wait_status
 
-from harness.runtime.errors import SPEAKS_LAST
-from harness.runtime.processes import is_alive, stat_fields, status_after_reaping, wait_status, with_variable
-
-MARK = "HARNESS_WATCHDOG"
-"""Variable with the name of the watchdog, inherited by every process that a rank starts."""
 COUNTS = 4  # how many looks, one a second, before a death was noticed its cgroup may have counted it
-
-_PARENT = 1  # a field of /proc/PID/stat, counted from 0 after the name
-
-
-def started_at(pid: int) -> int:
-    """Return the start time in clock ticks since boot, which together with the pid names one process."""
-    return int(stat_fields(pid)[19])
-
-
-def is_stopped(pid: int, by_debugger: bool = True) -> bool:
-    """Return whether the process got SIGSTOP or, if that counts, a debugger holds it."""
-    return stat_fields(pid)[:1] in (["T"], ["t"] if by_debugger else ["T"])
-
-
-@dataclass(slots=True)
-class Descendants:
-    """Everything that the ranks started, noted while the parents live: an orphan has another parent."""
-
-    known: dict[int, psutil.Process] = field(default_factory=dict)
-    rank_of: dict[int, int] = field(default_factory=dict)  # pid of each -> pid of the rank that it descends from
-
-    def look(self, ranks: Iterable[int]) -> None:
-        """Note the descendants of these pids, and forget those that have ended."""
-        self.known = {pid: process for pid, process in self.known.items() if is_alive(process)}
-        children: dict[int, list[int]] = {}
-        for pid in psutil.pids():
-            if fields := stat_fields(pid):
-                children.setdefault(int(fields[_PARENT]), []).append(pid)
-        waiting = [*ranks, *self.known]
-        seen = set(waiting)
-        while waiting:
-            parent = waiting.pop()
-            for pid in set(children.get(parent, [])) - seen:
-                seen.add(pid)
-                waiting.append(pid)
-                with suppress(psutil.NoSuchProcess):
-                    self.known[pid] = psutil.Process(pid)
-                    self.rank_of[pid] = self.rank_of.get(parent, parent)
-
-    def look_for_orphans(self, name: str) -> None:
-        """Note what a rank of this watchdog started just before it died; forget what outlives the run on purpose."""
-        self.known |= with_variable(MARK, name)
-        for pid in with_variable(SPEAKS_LAST, "1"):
-            self.known.pop(pid, None)
 
 
 class ExitWatch:
@@ -91,10 +42,8 @@ def how_it_ended(pid: int, pidfd: int | None = None) -> str | None:
     status = wait_status(pid)
     if status is None and pidfd is not None:
         status = status_after_reaping(pidfd)
-    return None if status is None else describe_status(status)
-
-
-def describe_status(status: int) -> str:
+    if status is None:
+        return None
     number = status & 0x7F
     if number in list(Signals):
         return f"was killed by {Signals(number).name}"
@@ -118,9 +67,6 @@ class MemoryKills:
     # pid -> the file of its cgroup, its count before the death, and the count at the death
     _at_death: dict[int, tuple[Path, int, int]] = field(default_factory=dict)
     _explained: dict[Path, int] = field(default_factory=dict)  # the count up to which each kill has explained a death
-    _evidence: dict[int, str] = field(
-        default_factory=dict
-    )  # pid -> what killed() found; several ranks may report a death
 
     def look(self, alive: Iterable[int]) -> None:
         """Note the cgroups of these processes, what they count, and which processes are gone since the last look."""
