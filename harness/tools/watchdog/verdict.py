@@ -37,6 +37,8 @@ PYSPY_SECONDS = 5.0  # for all stacks of a host together
 HANDLER_SECONDS = 0.5
 SHOWN_FRAMES = 4
 KINDS_WITH_A_TEXT = ("exception", "echo", "died", "deadline", "stopped")
+INJECTED = "injected-fault"
+"""The catalogue's entry for what --inject has caused."""
 READ_BYTES = 64 << 20  # of one engine's log, from its start: the first failure counts
 
 Explanation = tuple[list[str], str | None]
@@ -237,20 +239,35 @@ class RunVerdict:
 
 
 def explain(failure: RunFailure, folder: Path | None) -> Explanation:
-    """Return the scheduler's traceback if a scheduler raised it, and the catalogue's cause and fix. Raise OSError."""
+    """Return the scheduler's traceback if a scheduler raised it, and the catalogue's cause and fix. Raise OSError.
+
+    A run that was told to fail says so first.
+    """
     logs = sorted(folder.glob("engines/*.log")) if folder else []
-    lines = []
+    injected = _injected(folder)
+    lines = [f"the run was told to fail: {', '.join(injected)} was injected"] if injected else []
     if "engine process" in failure.detail or "EngineFailed" in failure.detail:
-        lines = _scheduler_trace(failure, logs)
+        lines += _scheduler_trace(failure, logs)
     if failure.kind not in KINDS_WITH_A_TEXT:
-        return lines, None
+        return lines, INJECTED if injected else None
     text = os.memfd_create("failure")  # not a file: the disk may be full
     try:
         os.write(text, "\n".join([*failure.trace, failure.detail, ""]).encode())
         found = diagnose([f"/proc/self/fd/{text}", *map(str, logs)], OF_A_RUN)
     finally:
         os.close(text)
+    if injected and not found.finding:
+        return lines, INJECTED
     return lines + in_brief(found), found.finding.entry.slug if found.finding else None
+
+
+def _injected(folder: Path | None) -> list[str]:
+    """Return the faults that the ranks' events say were injected. A slow rank is not a failing one."""
+    logs = sorted(folder.glob("events/rank*.jsonl")) if folder else []
+    lines = [line for log in logs for line in log.read_text(errors="replace").splitlines() if '"injected"' in line]
+    events = [json.loads(line) for line in lines if line.endswith("}")]  # a killed rank may leave half a line
+    faults = [event["fault"] for event in events if event["event"] == "injected"]
+    return [fault for fault in faults if not fault.startswith("slow@")]
 
 
 def _scheduler_trace(failure: RunFailure, logs: Sequence[Path]) -> list[str]:

@@ -70,6 +70,7 @@ def test_a_fault_ends_the_run_in_time_and_is_named(tmp_path: Path, kind: str, ph
     end = check_end(job, verdict=named[kind])
     has_folder = kind != "full-disk" and phase != MEET  # that we can see; a run makes it once its ranks have met
     assert set(kept_codes(job)) == ({124 if deadline else 1} if has_folder else set())
+    assert not has_folder or f"{kind}@{phase}:1{step} was injected" in job.output()
     for fault in (event for event in job.events(1) if event["event"] == "injected"):
         assert end - fault["time"] < deadline + END_SECONDS
 

@@ -127,6 +127,18 @@ def test_a_schedulers_traceback_is_shown_without_lines_of_other_processes(tmp_pa
     assert len([line for line in lines if line.startswith("| ")]) <= TRACE_LINES
 
 
+def test_a_fault_that_was_injected_is_called_so_and_an_entry_of_the_catalogue_stays(tmp_path: Path) -> None:
+    events = tmp_path / "events" / "rank1.jsonl"
+    events.parent.mkdir()
+    events.write_text(
+        '{"event": "injected", "fault": "slow@sync:1"}\n{"event": "injected", "fault": "kill@sync:1:1"}\n'
+    )
+    killed = failed(kind="died", detail="rank 1 was killed by SIGKILL")
+    assert explain(killed, tmp_path) == (["the run was told to fail: kill@sync:1:1 was injected"], "injected-fault")
+    [told, *more], slug = explain(failure("RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"), tmp_path)
+    assert "was injected" in told and (slug == "injected-fault") == (not more)
+
+
 def test_a_traceback_after_a_killed_scheduler_is_labelled_as_what_followed(tmp_path: Path) -> None:
     (tmp_path / "engines").mkdir()
     (tmp_path / "engines" / "engine-rank0.log").write_text(SCHEDULER)
