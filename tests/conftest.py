@@ -81,6 +81,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     rooms: dict[str, Counter[str]] = {}
     for outcome in (*ENDS, ""):  # set-ups and what follows a test have none
         for report in terminalreporter.stats.get(outcome, []):
+            if not isinstance(report, pytest.TestReport):
+                continue  # of a file that could not be collected, which is said above
             room = rooms.setdefault(str(Path(report.nodeid.partition("::")[0]).parent), Counter())
             room.update({outcome: 1, "seconds": report.duration})
     terminalreporter.section("rooms")

@@ -29,6 +29,7 @@ def accept_lengths(job: Job) -> list[float]:
     return [row["speculation/accept_length"] for row in job.metrics() if "speculation/accept_length" in row]
 
 
+@pytest.mark.long
 def test_target_and_draft_are_kept_in_step(tmp_path: Path) -> None:
     model = predictable(tmp_path / "model")
     more = ["--checkpoint.every", "2", "--checkpoint.folder", str(tmp_path / "checkpoints")]

@@ -25,8 +25,8 @@ def change_an_expert(file: Path) -> None:
     save_file(tensors, file, metadata=metadata)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_on_a_cpu_engine_and_trainer_choose_the_same_experts_and_other_ones_are_replayed(
     name: str, tmp_path: Path
 ) -> None:

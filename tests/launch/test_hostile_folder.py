@@ -46,7 +46,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.long] * (each == "export")) for each in SCRIPTS]
+)
 def test_nothing_of_the_current_folder_is_imported(name: str, folder: Path) -> None:
     line, code, shown = SCRIPTS[name]
     script, *words = line.format(bare_python=bare_python()).split()

@@ -15,7 +15,7 @@ from tests.end_to_end.launching import QUICKSTART, run
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("in_flight_on_two_ranks.py")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,6 @@ def test_what_cannot_be_is_one_sentence(seen: dict[str, Any]) -> None:
     assert 'pause mode "later"' in seen["unknown mode"] and "in_place" in seen["unknown mode"]
 
 
-@pytest.mark.long
 def test_a_run_whose_responses_come_from_old_weights_fails_in_one_sentence(tmp_path: Path) -> None:
     words = ["tests.rollout.engine_of_old_weights:EngineOfOldWeights", QUICKSTART]
     job = run(tmp_path / "run", 2, *words, script="tests/rollout/ppo_with.py", launcher="plain")

@@ -22,7 +22,9 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.long] * (each == "export")) for each in COMMANDS]
+)
 def test_a_command_ends_quietly_when_nobody_reads_its_output(name: str, unbuffered: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -1,6 +1,7 @@
 """What is taken out, what stays, and that no file of a run has it."""
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -22,7 +23,6 @@ from harness.tools.export.program import render
 from harness.tools.export.subject import read_subject
 from harness.tools.report.write_reports import write_reports
 from harness.tools.watchdog.failures import Place, RunFailure
-from harness.tools.watchdog.stacks import Stack
 from harness.tools.watchdog.verdict import JobView, RunVerdict
 from tests.tools.report.fake_run import fake_run
 
@@ -173,7 +173,14 @@ def planted_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         trace=tuple(told[1].split("\n")),
     )  # fmt: skip
     view = JobView(now=0.0, world_size=1, places={0: failure.place}, hosts={0: "host0"})
-    RunVerdict("host0", folder, [failure], view, stacks=[Stack(name="rank0", pid=1, text=ERROR)]).keep()
+    verdict = RunVerdict("host0", folder, [failure], view)
+    (tools := folder.with_name("tools")).mkdir()
+    (tools / "shown").write_text(ERROR)
+    (tools / "py-spy").write_text(f"#!/bin/sh\ncat {tools}/shown\n")
+    (tools / "py-spy").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tools / "python"))  # beside which py-spy is looked for
+    verdict.begin_to_collect({0: (os.getpid(), None)}, {}).result()
+    verdict.keep()
     return folder
 
 
@@ -192,6 +199,7 @@ def test_no_file_of_a_run_has_a_secret(tmp_path: Path, monkeypatch: pytest.Monke
         "environment.json",
         "rank0.jsonl",
         "failure-host0.json",
+        "stacks-host0-rank0.txt",
     ):
         assert "[redacted " in text[name], name
     compile(text["repro.py"], "repro.py", "exec")

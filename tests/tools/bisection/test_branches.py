@@ -74,6 +74,7 @@ def test_a_good_end_on_a_merged_branch_and_the_cause_on_main(tmp_path: Path) -> 
     assert "Confirmed: with " in run.stdout, run.stdout
 
 
+@pytest.mark.long
 def test_a_good_end_on_a_merged_branch_and_the_cause_on_that_branch(tmp_path: Path) -> None:
     """git names the commit on the branch; the first-parent history has its merge."""
     good = merged(tmp_path / "checkout", side=1)
@@ -97,6 +98,7 @@ def test_main_that_was_bad_already_where_the_branch_began(tmp_path: Path) -> Non
     assert "side is on a side branch; the bisect starts where that branch began, at " in run.stdout
 
 
+@pytest.mark.long
 def test_a_branch_of_a_branch(tmp_path: Path) -> None:
     """The nearest common commit is on a branch that was merged, and not in the first-parent history."""
     checkout = tmp_path / "checkout"

@@ -175,6 +175,7 @@ def test_an_address_that_is_none_pauses(monkeypatch: pytest.MonkeyPatch, address
         candidates.releases("moving")
 
 
+@pytest.mark.long
 def test_a_wrong_login_is_not_shown_and_neither_is_a_right_one(tmp_path: Path, closed_index: str) -> None:
     bench = Bench(tmp_path)
     asked = ["--package", "plain", "--good", "1.0", "--bad", "1.1", "--hold", "plain==1.*", "--dir", "found"]

@@ -67,6 +67,7 @@ def test_a_revert_that_passes_and_a_bad_end_that_fails_again_confirm_the_commit(
     assert again.returncode == 0 and "Confirmed: " in again.stdout and bench.ran() == ran
 
 
+@pytest.mark.long
 def test_the_commands_of_the_report_show_the_revert(tmp_path: Path) -> None:
     commits = [{"__init__.py": "", "sync.py": WORKS}, {"sync.py": RAISES}, {"other.py": "x = 1\n"}]
     bench, said, code = bisect(tmp_path / "files", commits)  # the cache's path has the name of the folder of a commit
@@ -145,6 +146,7 @@ def test_a_fix_reverted_on_top_of_the_good_end_fails_again(tmp_path: Path) -> No
     assert f"{confirmed}, passes as before." in said_of(said), said
 
 
+@pytest.mark.long
 def test_a_fix_of_a_flaky_failure_is_reverted_as_often_as_the_good_neighbour_was_run(tmp_path: Path) -> None:
     """Every bad commit fails at once, but the good end without the fix fails in its second run only."""
     script = (
@@ -160,6 +162,7 @@ def test_a_fix_of_a_flaky_failure_is_reverted_as_often_as_the_good_neighbour_was
     assert [each["verdict"] for each in reverted["attempts"]] == ["good", "bad"]
 
 
+@pytest.mark.long
 def test_a_merge_is_reverted_against_its_first_parent(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     checkout = tmp_path / "checkout"

@@ -60,6 +60,7 @@ def test_a_candidate_with_a_local_part_is_that_build_alone(found: str, is_one: b
     assert is_build_of(Version(found), Version("2.9"))
 
 
+@pytest.mark.long
 def test_a_hang_counts_and_nothing_of_it_is_left(bench: Bench) -> None:
     mark = f"bisect-hang-{bench.folder.name}"
     script = (
@@ -103,6 +104,7 @@ def test_a_flaky_failure_is_found_with_repeat_and_its_confidence_said(bench: Ben
     assert ran["1.6"] > 6 and ran["1.12"] > 6 and all(ran[name] <= 6 for name in ran if name not in ("1.6", "1.12"))
 
 
+@pytest.mark.long
 def test_a_script_that_wants_to_stop_pauses_and_is_gone_on_from(bench: Bench) -> None:
     script = "import moving, sys, os\nsys.exit(200 if not os.path.exists('calm') else moving.code)"
     run = bench.over_sites(["code = 0"] * 2 + ["code = 1"] * 2, script)

@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 USE = "import moving\nif moving.broken: raise ValueError('the sync broke')"
 
 
+@pytest.mark.long
 def test_check_env_is_what_sglang_prints_and_says_where_the_run_was_different(tmp_path: Path) -> None:
     subject = read_subject([str(fake_run(tmp_path / "run", 2))])
     lines = check_env(subject)

@@ -554,6 +554,7 @@ def test_the_control_arm_leaves_the_fault_out(tmp_path: Path, monkeypatch: pytes
     program.phase("update_actor", 1)
 
 
+@pytest.mark.long
 def test_every_rank_writes_its_model_before_the_ranks_meet(tmp_path: Path) -> None:
     """From then on transformers' save_pretrained writes on rank 0 alone."""
     (tmp_path / "repro.py").write_text(render(subject_of(str(REPOSITORY / "configs/cpu/quickstart.toml"))))

@@ -132,7 +132,7 @@ def test_ranges_and_groups() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("version", [*INSTALLED][:1] or [NONE])
 def test_two_real_releases(version: str, tmp_path: Path) -> None:
     folder = with_layers("qwen3_30b_a3b", 2, tmp_path)

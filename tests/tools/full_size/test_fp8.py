@@ -97,7 +97,7 @@ def test_a_config_says_its_own_precision(tmp_path: Path) -> None:
         read_question(config, Options(rollout_precision="fp8_block"), [], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_fp8_engine_holds_what_is_sent(tmp_path: Path) -> None:
     folder, table = with_layers("qwen3_30b_a3b", 3, tmp_path), tmp_path / "found.json"
     done = full_size(folder, "--tp", 2, "--nnodes", 1, "--rollout-precision", "fp8_block", "--json", table)

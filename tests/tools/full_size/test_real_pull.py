@@ -79,8 +79,8 @@ def check_parameters(found: Pulled) -> None:
         assert {name: prod(shape) for name, (_, shape) in planned[engine_rank].items()} == each["held"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", pytest.param("deepseek_v3", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
 def test_a_pull_reads_the_bytes_that_were_planned(name: str, tmp_path: Path) -> None:
     found = pull_and_plan(tmp_path, 2, [*CPU, "--model.name", name, "--model.dtype", "bfloat16"])
     check_parameters(found)

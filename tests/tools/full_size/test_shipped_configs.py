@@ -175,7 +175,7 @@ def test_transformers_reads_every_number(name: str) -> None:
         assert {field: getattr(config, field, None) for field in published} == published
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_sglang_reads_every_number(name: str, sglang_reads: dict[str, Any]) -> None:
     fields, read, published = published_fields(name), sglang_reads[name], numbers(name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 PROGRAM = """
 import json, logging, os, sys, warnings
@@ -109,11 +109,9 @@ def planned(
     ("name", "mesh"),
     [
         ("qwen2", {"dp": 2, "tp": 4, "nproc": 2}),
-        pytest.param("qwen3_moe", {"dp": 3, "tp": 2, "nproc": 3}, marks=pytest.mark.long),
-        pytest.param("deepseek_v3", {"dp": 2, "tp": 2, "pp": 2, "nproc": 4}, marks=pytest.mark.long),
-        pytest.param(
-            *("deepseek_v3", {"dp": 1, "tp": 2, "pp": 2, "nproc": 2, "order": "dp,pp,tp"}), marks=pytest.mark.long
-        ),
+        ("qwen3_moe", {"dp": 3, "tp": 2, "nproc": 3}),
+        ("deepseek_v3", {"dp": 2, "tp": 2, "pp": 2, "nproc": 4}),
+        ("deepseek_v3", {"dp": 1, "tp": 2, "pp": 2, "nproc": 2, "order": "dp,pp,tp"}),
     ],
 )
 def test_one_layer_of_a_kind_and_one_engine_tell_what_a_pull_moves(
@@ -128,7 +126,6 @@ def test_one_layer_of_a_kind_and_one_engine_tell_what_a_pull_moves(
     assert same_gpu >= most_own > 0 and nvlink > 0
 
 
-@pytest.mark.long
 def test_transports_that_gather_bring_everything_to_every_host(tmp_path: Path) -> None:
     found = planned(tmp_path, "qwen2", dp=2, tp=2, nproc=2)
     network, calls, files = found["gathered"]["bucket"]

@@ -79,6 +79,7 @@ def test_256_experts_on_512_ranks_are_gathered_with_as_much_padding() -> None:
     assert padded["parameters"] > even["parameters"] * 0.9, "rank 0 has a whole expert of each layer either way"
 
 
+@pytest.mark.long
 def test_experts_are_gathered_by_themselves() -> None:
     """A layer of experts and the layer around it are never there in two copies each."""
     sizes = {
@@ -94,6 +95,7 @@ def test_experts_are_gathered_by_themselves() -> None:
     assert 3 * experts < found["update"] < 4.5 * experts, "gradients in bfloat16, and in float32 to reduce them"
 
 
+@pytest.mark.long
 def test_the_optimizer_and_the_roles() -> None:
     actor, critic, reference = (peaks("qwen2", role=role) for role in ("actor", "critic", "reference"))
     assert actor["optimizer"] >= actor["parameters"] * 0.9, "AdamW computes on all tensors at once"

@@ -9,7 +9,7 @@ from tests.end_to_end.launching import Job
 from tests.tools.mismatch.sources import Planted
 from tests.tools.mismatch.test_mismatch import found_line, search
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 STEPS = "engine.args.num_continuous_decode_steps"
 WORDS = (f"--{STEPS}", "2")
@@ -26,7 +26,6 @@ def rows(answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [each for each in answer["sources"] if each["name"] == name]
 
 
-@pytest.mark.long
 def test_a_changed_engine_that_is_killed_leaves_the_other_sources_to_be_measured(tmp_path: Path) -> None:
     answer, job = searched(tmp_path / "run", "one_rank_is_killed")
     [dead], [measured] = rows(answer, "tensor parallelism"), rows(answer, STEPS)
@@ -38,7 +37,6 @@ def test_a_changed_engine_that_is_killed_leaves_the_other_sources_to_be_measured
     assert found_line(job) == f"found: {answer['sentence']}" and job.left_behind() == []
 
 
-@pytest.mark.long
 def test_what_was_measured_before_a_changed_engine_fails_is_kept(tmp_path: Path) -> None:
     answer, job = searched(tmp_path / "run", "second_rank_fails_in_decoding")
     prefill, decoding = rows(answer, STEPS)
@@ -51,7 +49,6 @@ def test_what_was_measured_before_a_changed_engine_fails_is_kept(tmp_path: Path)
     assert job.left_behind() == []
 
 
-@pytest.mark.long
 def test_the_death_of_a_scheduler_that_only_one_rank_hears_of_reaches_all_ranks(tmp_path: Path) -> None:
     answer, job = searched(tmp_path / "run", "second_rank_is_killed_while_asked")
     prefill, outputs = rows(answer, STEPS)
@@ -67,7 +64,6 @@ def test_the_death_of_the_runs_own_engine_ends_the_run(tmp_path: Path) -> None:
     assert "found:" not in job.output() and job.left_behind() == []
 
 
-@pytest.mark.long
 def test_a_trainer_that_transformers_refuses_leaves_the_other_sources_to_be_measured(tmp_path: Path) -> None:
     answer, job = searched(tmp_path / "run", "trainer_without_sdpa", (), code=0)
     [refused], [measured] = rows(answer, "trainer attention"), rows(answer, "tensor parallelism")

@@ -157,6 +157,7 @@ def test_a_run_that_began_no_phase_has_a_report(tmp_path: Path) -> None:
     assert reports_of(folder)[0].startswith("# DID NOT END: ")
 
 
+@pytest.mark.long
 def test_keys_of_another_version_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 1, passed=True)
     file = folder / "config.toml"

@@ -120,6 +120,7 @@ def _reload_folders(rank: int, folder: str) -> list[str]:
     return [str(checks.reloads.make_folder()) for _ in range(2)]
 
 
+@pytest.mark.long
 def test_runs_with_one_name_and_one_weights_folder_reload_from_folders_of_their_own(tmp_path: Path) -> None:
     one, other = on_ranks(_reload_folders, 2, tmp_path, str(tmp_path))
     assert one == other and len(set(one)) == 2
