@@ -73,7 +73,6 @@ def make(case: str, folder: Path) -> tuple[Path, int, Path]:
     }.get(case, "launch/ppo.py")
     words: dict[str, Sequence[str]] = {
         "missing": ("--weights.transport", "tensor"),
-        "deadline": ("--run.phase_timeouts.start_engine", "1"),
         "killed": ("--run.inject", "kill@sync:1:1"),
         "deepseek_v3": ("--model.name", "deepseek_v3"),
     }
@@ -92,10 +91,7 @@ def test_an_unknown_engine_argument_ends_a_repro_as_it_ends_a_run(tmp_path: Path
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("qwen2", ()),
-        ("qwen2", ("--server",)),
         ("qwen3_moe", ("--weights.transport", "tensor")),
-        ("deepseek_v3", ("--weights.transport", "disk")),
         ("deepseek_v3", ("--server",)),
     ],
 )
@@ -110,7 +106,7 @@ def test_a_repro_of_an_fp8_engine_quantizes_and_passes(model: str, words: tuple[
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["healthy", "deepseek_v3", "missing", "bad_rank", "deadline", "killed"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "missing", "bad_rank", "killed"])
 def test_a_repro_ends_as_its_run_did(case: str, tmp_path: Path) -> None:
     folder, code, log = make(case, tmp_path / "run")
     repro_code, repro_log = run_repro(export(tmp_path / "elsewhere", str(folder)))

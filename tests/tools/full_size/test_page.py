@@ -304,14 +304,13 @@ print(json.dumps([local(each).untyped_storage().nbytes() for each in (weight, we
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("rank", "rows"), [(0, 1), (7, 0)])
-def test_fsdp2_pads_parameters_and_gradients_but_not_moments(rank: int, rows: int) -> None:
-    """What own_parts takes for granted: 4 rows on 8 ranks."""
-    command = [sys.executable, "-c", PADDING, str(rank), "8", "4"]
+def test_fsdp2_pads_parameters_and_gradients_but_not_moments() -> None:
+    """What own_parts takes for granted: of 4 rows on 8 ranks the last rank has none."""
+    command = [sys.executable, "-c", PADDING, "7", "8", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     row = 64 * 4
-    assert json.loads(done.stdout) == [row, row, rows * row, rows * row]
+    assert json.loads(done.stdout) == [row, row, 0, 0]
 
 
 def test_a_page_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
@@ -346,11 +345,3 @@ def test_a_real_run_has_its_page(tmp_path: Path) -> None:
     gpus = table["run"]["gpus"]
     assert sorted(rank for each in gpus for rank in each["ranks"]) == list(range(16)) and len(gpus) > 1
     assert fields_of(page, "receiving host 1, sending host 0: ") and "data:" not in page and "http" not in page
-
-
-@pytest.mark.long
-def test_a_failure_reported_from_32_gpus_has_its_page(tmp_path: Path) -> None:
-    """sgl-project/sglang#3491 and #4791."""
-    code, verdict, table, page = pages(tmp_path, with_layers("deepseek_v3", 4, tmp_path), "--tp", 32)
-    assert code == 1 and table["cannot_build"] in verdict
-    assert "576 is not divisible by weight quantization block_n = 128" in page

@@ -80,7 +80,7 @@ def check_parameters(found: Pulled) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["deepseek_v3"])
 def test_a_pull_reads_the_bytes_that_were_planned(name: str, tmp_path: Path) -> None:
     found = pull_and_plan(tmp_path, 2, [*CPU, "--model.name", name, "--model.dtype", "bfloat16"])
     check_parameters(found)
@@ -89,8 +89,7 @@ def test_a_pull_reads_the_bytes_that_were_planned(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("name", "tp"), [("qwen3_moe", 1), ("deepseek_v3", 2)])
 def test_an_fp8_engine_and_its_trainer_hold_and_send_what_was_planned(name: str, tp: int, tmp_path: Path) -> None:
     """The parameters' dtypes and bytes, the trainer's quantized copy, and what a pull of it reads."""
     sizes = [word for key, value in OVERRIDES[name].items() for word in (f"--model.overrides.{key}", str(value))]

@@ -108,9 +108,7 @@ def planned(
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("qwen2", {"dp": 2, "tp": 4, "nproc": 2}),
         ("qwen3_moe", {"dp": 3, "tp": 2, "nproc": 3}),
-        ("deepseek_v3", {"dp": 2, "tp": 2, "pp": 2, "nproc": 4}),
         ("deepseek_v3", {"dp": 1, "tp": 2, "pp": 2, "nproc": 2, "order": "dp,pp,tp"}),
     ],
 )
