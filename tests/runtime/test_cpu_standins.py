@@ -292,7 +292,7 @@ def test_the_plugins_are_entry_points() -> None:
         "from harness.task.tiny_models import tiny_config, tiny_model; tiny_model(tiny_config('qwen2', 'cpu'), 0)",
         *(
             f"import harness.{name}"
-            for name in ("trainer.actor", "weights.verify", "ppo", "train", "rollout.verl_engine")
+            for name in ("trainer.actor", "weights.sync", "ppo", "train", "rollout.verl_engine")
         ),
     ],
 )
