@@ -206,7 +206,7 @@ def _unknown_key(key: str, source: str, known: list[str]) -> str:
         return f"{key} ({source}) is not a key of this version: {OF_VERL}."
     name = key.rsplit(".", 1)[-1]
     found = (
-        [ours for theirs, ours in OTHER_NAMES.items() if theirs == key]
+        ([OTHER_NAMES[key]] if key in OTHER_NAMES else [])
         # actor.lr -> actor.learning_rate
         or [full for full in known if "".join(word[0] for word in full.rsplit(".", 1)[-1].split("_")) == name]
         or difflib.get_close_matches(key, known, n=1, cutoff=0.75)

@@ -45,7 +45,7 @@ _HARMLESS = re.compile(
     r"|none|null|value|true|false|yes|no|on|off|-?\d{1,6}(\.\d+)?|\{\w*\}|\$\w+|\$?\{[^}]*\}|<[^<>]*>|\.{3}|\*+|\[redacted.*",
     re.IGNORECASE | re.DOTALL,
 )
-"""Values that are not secrets whatever the name: api_key=None, HF_TOKEN=$HF_TOKEN, --section.key VALUE."""
+"""Values that are never secrets, whatever the name before them: api_key=None, HF_TOKEN=$HF_TOKEN, --section.key VALUE."""
 _LOOKED_UP = re.compile(
     r"(?:self|cls|os|[a-z_]*(?:args|config|settings|options))\.[\w.]+.*|[a-z_]+(?:\.[a-z_]+)+\(.*", re.DOTALL
 )
@@ -74,7 +74,7 @@ _SHAPES = re.compile(
 """Values that are secrets whatever the name: tokens of model hubs, clouds, code hosts and chats; private keys; JSON web
 tokens; the addresses of webhooks."""
 _LOGIN = re.compile(r"(?<=://)[^/\s'\"<>\\]*(?=@)")
-"""What is before the host in a URL: user:password, a token, or a user. The password may have an @ of its own."""
+"""The login of a URL: user:password, a token, or only a user. A password may contain an @ itself."""
 LONGEST_USER = 15
 """A longer name before the host of a URL, without a password, is taken for a token."""
 _NAME = r"[A-Za-z_][\w.-]*+"

@@ -34,7 +34,7 @@ def _where(view: Examination | None, problem: Problem) -> str:
 
 
 def _picture(view: Examination) -> Iterator[str]:
-    """Yield lines: hosts, ranks, GPUs, interface and address; then the speed of all-reduces."""
+    """Yield a table of the hosts, with their ranks, GPUs and addresses, and then a line for each all-reduce."""
     dims = view.dims
     width = max(4, *(len(host_name(host)) for host in view.hosts))
     yield (

@@ -1,4 +1,4 @@
-"""What a watchdog hears: ranks of its host over a private Unix socket, other hosts' watchdogs over UDP.
+"""How a watchdog gets its messages: from ranks of its host over a private Unix socket, from other hosts over UDP.
 
 A rank's message is a packet with a JSON object, which is checked field by field. The socket is in a folder that no
 other user can enter, and the kernel's credentials are checked at both ends.

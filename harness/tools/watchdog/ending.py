@@ -55,7 +55,7 @@ _PARENT, _STARTED = 1, 19  # fields of /proc/PID/stat, counted from 0 after the 
 _SIG_IGN = 1
 
 Wait = Callable[[Callable[[], bool], float], None]
-"""Return once the condition holds, or after so many seconds."""
+"""Wait until the condition holds, but no longer than so many seconds."""
 
 
 def started_at(pid: int) -> int:

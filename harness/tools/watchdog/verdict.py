@@ -56,8 +56,7 @@ _WAITS = re.compile(
     r"cuda(?:Stream|Device|Event)Synchronize",
 )
 _WAITS_IN_A_STORE = "of_all (harness/cluster/network.py:"
-"""The frame of a rank that waits for what all others write to torch's store, as the ranks meet: in native code
-alone."""
+"""What py-spy shows of a rank that waits in torch's store for the other ranks: the wait itself is in native code."""
 _WRAPPERS = ("c10d_logger.py", "contextlib.py", "_contextlib.py")
 _PACKAGES = re.compile(r"(?:^|[/(])(?:torch|harness|sglang)/")
 
@@ -262,7 +261,7 @@ def explain(failure: RunFailure, folder: Path | None) -> Explanation:
 
 
 def _injected(folder: Path | None) -> list[str]:
-    """Return the faults that the ranks' events say were injected. A slow rank is not a failing one."""
+    """Return the faults that were injected, as the ranks' events say. `slow` is left out: it makes no rank fail."""
     logs = sorted(folder.glob("events/rank*.jsonl")) if folder else []
     lines = [line for log in logs for line in log.read_text(errors="replace").splitlines() if '"injected"' in line]
     events = [json.loads(line) for line in lines if line.endswith("}")]  # a killed rank may leave half a line

@@ -364,7 +364,7 @@ class Watchdog:
             self.beats.beat(self._places(), self.own)
 
     def _stopped_now(self, by_debugger: bool) -> dict[int, LocalRank]:
-        """Return the stopped processes of ranks that stay: pid -> the rank that it is, or that has started it."""
+        """Return which processes are stopped, of ranks that have not ended: the pid, and the rank it belongs to."""
         owners = {each.pid: each for each in self.ranks if each.stays()}
         of_engines = {pid: self.cleanup.descendants.rank_of.get(pid, 0) for pid in self.cleanup.descendants.known}
         ranks = {pid: rank for pid, rank in of_engines.items() if rank in owners} | {pid: pid for pid in owners}

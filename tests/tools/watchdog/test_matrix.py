@@ -25,8 +25,8 @@ DEADLINE_SECONDS = 3
 END_SECONDS = 60
 """From the fault, or the deadline that it makes others pass, to the end of everything."""
 SOME_PHASES = (MEET, RUN, "start_engine", "sync")
-"""Before the ranks have met, the whole job, before the steps, and in a step: the job here does the same in all
-others."""
+"""A phase of each kind: before the ranks have met, the whole job, before the steps, and in a step. The job of these
+tests does the same in every other phase."""
 BY_DEFAULT = {"kill": "sync", "stop": "start_engine"}
 """Cells that every run of the tests has; the others are marked long."""
 

@@ -1,4 +1,4 @@
-"""Sources of mismatch, and deaths, that are planted in SGLang or in transformers.
+"""Errors that tests plant in SGLang or in transformers: sources of a mismatch, and processes that die.
 
 PLANT names what is planted. SGLang calls `register` in every process of an engine before it builds the model; whoever
 starts the trainer calls `register_in_trainer` there, before it builds its model. The first planted code that runs makes
@@ -157,7 +157,7 @@ def batch_in_prefill() -> None:
 
 @plant
 def first_cached_token_lost() -> None:
-    """Read the second token's keys and values for the first token too, in a prefill that finds a cached prefix."""
+    """When a prefill finds a cached prefix, use the second token's keys and values for the first token as well."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     # Every attention backend reads this table, some before the model runs. The stream of the forward pass puts it right
