@@ -358,7 +358,7 @@ def test_the_newest_stay_and_a_save_that_is_killed_leaves_the_one_before(tmp_pat
     assert {each.name for each in there.iterdir()} == {"step-12", "step-13", "step-99", "notes"}
 
 
-STEPS, MOMENTS = 40, 20
+STEPS, MOMENTS = 14, 5
 
 
 def make_steps(rank: int, folder: Path, rows: Path) -> None:

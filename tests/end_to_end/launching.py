@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import pytest
 
 from harness.runtime.processes import die_with_parent, is_alive
 from harness.tools.repro.local_ranks import free_port
@@ -36,7 +35,6 @@ LAUNCHERS: dict[Launcher, list[str]] = {"forked": ["launch/torchrun.py"], "plain
 step, the second where a rank ends before it has imported SGLang."""
 WAYS: dict[Launcher, list[str]] = {"forked": [], "plain": ["--engine.start", "spawn"]}
 """What else makes every process of a run a Python of its own, or forks it."""
-both_ways = pytest.mark.parametrize("launcher", LAUNCHERS)
 
 
 def run_script(script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:

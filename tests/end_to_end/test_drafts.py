@@ -76,14 +76,10 @@ def test_without_verification_a_stale_draft_shows_only_in_the_accepted_length(tm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("transport", "verify", "mesh"), [("pull", "full", (1, 2)), ("disk", "bytes", (2, 1)), ("bucket", "full", (2, 1))]
-)
-def test_transports_and_levels(tmp_path: Path, transport: str, verify: str, mesh: tuple[int, int]) -> None:
-    parallel = ["--parallel.dp", str(mesh[0]), "--parallel.tp", str(mesh[1]), "--run.steps", "2"]
-    how = ["--weights.transport", transport, "--weights.verify", verify]
+def test_a_pull_and_a_reload_reach_the_draft(tmp_path: Path) -> None:
+    how = ["--weights.transport", "pull", "--weights.verify", "full", "--run.steps", "2"]
     layers = ["--model.overrides.num_nextn_predict_layers", "1"]
-    job = run(tmp_path / "run", 2, QUICKSTART, "--model.name", "deepseek_v3", *layers, *DRAFTS, *parallel, *how)
+    job = run(tmp_path / "run", 2, QUICKSTART, "--model.name", "deepseek_v3", *layers, *DRAFTS, *how)
     assert job.process.returncode == 0, job.output()[-6000:]
     assert "read back bit for bit" in job.output() and len(accept_lengths(job)) >= 2
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import QUICKSTART, WAYS, Job, Launcher, both_ways, run
+from tests.end_to_end.launching import QUICKSTART, Job, run
 
 pytestmark = pytest.mark.slow
 
@@ -43,11 +43,9 @@ def test_a_bad_row_is_named_before_an_engine_starts(tmp_path: Path) -> None:
     assert job.left_behind() == []
 
 
-@both_ways
 @pytest.mark.long
-def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path, launcher: Launcher) -> None:
-    words = [QUICKSTART, "--run.steps", "50", *WAYS[launcher]]
-    job = Job(folder=tmp_path / "run", ranks=2, arguments=words, launcher=launcher).start()
+def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART, "--run.steps", "50"]).start()
     job.wait_for_phase("update_actor")
     schedulers = [process for process in job.processes() if "scheduler" in process.name()]
     assert len(schedulers) == 2
@@ -141,12 +139,10 @@ def test_read_back_it_is_named_exactly_before_anything_is_generated(tmp_path: Pa
     assert job.left_behind() == []
 
 
-@both_ways
 @pytest.mark.long
-def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path, launcher: Launcher) -> None:
+def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path) -> None:
     script = "tests/end_to_end/ppo_with_one_bad_rank.py"
-    words = [QUICKSTART, *WAYS[launcher]]
-    job = Job(folder=tmp_path / "run", ranks=2, arguments=words, script=script, launcher=launcher)
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART], script=script)
     job.start().wait_for_phase("advantages")
     started = time.monotonic()
     assert job.wait(60) == 1
@@ -178,9 +174,7 @@ def test_a_sync_that_does_nothing_is_caught_where_no_weight_moves(tmp_path: Path
     ("first", "arguments"),
     [
         (0, [*GRPO, "--engine.initial_weights", "checkpoint"]),
-        (1, ["--model.dtype", "bfloat16", "--actor.learning_rate", "1e-9"]),
         (1, ["--algorithm.critic_warmup", "3", "--weights.transport", "pull"]),
-        (2, ["--algorithm.advantage", "rloo", *GRPO[2:], "--weights.transport", "disk", "--model.name", "deepseek_v3"]),
     ],
 )
 def test_syncs_that_do_nothing_are_caught_at_the_default_level(

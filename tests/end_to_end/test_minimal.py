@@ -235,9 +235,8 @@ def test_three_steps_of_qwen2_pass_and_every_sync_is_proven(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "tp"), [(2, 2), (2, 1), (4, 2)])
-def test_deepseek_v3_passes(ranks: int, tp: int, tmp_path: Path) -> None:
-    job, (word, steps, proven, worst) = run_minimal(tmp_path, ranks, "--model", "deepseek_v3", "--tp", str(tp))
+def test_deepseek_v3_passes_on_two_engines_of_two_ranks(tmp_path: Path) -> None:
+    job, (word, steps, proven, worst) = run_minimal(tmp_path, 4, "--model", "deepseek_v3", "--tp", "2")
     assert (job.process.returncode, word, steps, proven) == (0, "PASSED", "3", "3")
     assert 0 < float(worst) < 1e-5
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launching import QUICKSTART, Job, run
-from tests.rollout.test_parallel_engines import PARALLEL_ENGINES
 from tests.tools.report.test_trace import check_trace
 
 pytestmark = pytest.mark.slow
@@ -204,9 +203,8 @@ def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "transport"), [("qwen2", "pull"), ("qwen3_moe", "bucket")])
-def test_float16_with_a_loss_scale(model: str, transport: str, tmp_path: Path) -> None:
-    words = ["--model.name", model, "--model.dtype", "float16", "--weights.transport", transport]
+def test_float16_with_a_loss_scale(tmp_path: Path) -> None:
+    words = ["--model.name", "qwen3_moe", "--model.dtype", "float16", "--weights.transport", "bucket"]
     job = run(tmp_path / "run", 2, QUICKSTART, *words, "--weights.verify", "bytes")
     assert job.process.returncode == 0, job.output()
     steps = job.metrics()
@@ -242,20 +240,10 @@ def test_deepseek_in_bfloat16_on_two_engines_with_rloo_and_named_tensors(tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "engine", "transport"),
-    [
-        ("deepseek_v3", "dp_and_ep", "pull"),
-        ("qwen3_moe", "dp", "bucket"),
-    ],
-)
-def test_dp_attention_and_expert_parallelism_on_the_cpu(
-    model: str, engine: str, transport: str, tmp_path: Path
-) -> None:
-    arguments = PARALLEL_ENGINES[engine].items()
-    given = [word for name, value in arguments for word in (f"--engine.args.{name}", str(value).lower())]
-    words = ["--model.name", model, "--weights.transport", transport, "--weights.verify", "bytes", "--run.steps", "2"]
-    job = run(tmp_path / "run", 2, QUICKSTART, *words, *given)
+def test_dp_attention_on_the_cpu(tmp_path: Path) -> None:
+    given = ["--engine.args.enable_dp_attention", "true", "--engine.args.dp_size", "2"]
+    words = ["--model.name", "qwen3_moe", "--weights.transport", "bucket", "--weights.verify", "bytes"]
+    job = run(tmp_path / "run", 2, QUICKSTART, *words, "--run.steps", "2", *given)
     assert job.process.returncode == 0, job.output()
     assert "3 weight syncs onto poison: each read back bit for bit" in job.output()
     differences = [step["log_prob_difference_mean"] for step in job.metrics()[:2]]

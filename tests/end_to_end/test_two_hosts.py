@@ -67,20 +67,6 @@ def test_a_stage_on_each_host_over_ipv6_read_back_bit_for_bit(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_one_engine_of_tp_4_over_ipv6(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    output = ppo(folder, "ipv6", "--parallel.tp", "4", hosts=("--rendezvous", "static"))
-    check(folder, output, "fd77::2", ["engine 0 node 0: ranks 0, 1 on host0", "engine 0 node 1: ranks 2, 3 on host1"])
-
-
-@pytest.mark.long
-def test_an_engine_on_each_host(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    output = ppo(folder, "ipv4", "--parallel.dp", "2", "--parallel.tp", "2", "--model.name", "qwen3_moe")
-    check(folder, output, "10.77.0.2", ["engine 0 node 0: ranks 0, 1 on host0", "engine 1 node 0: ranks 2, 3 on host1"])
-
-
-@pytest.mark.long
 def test_a_part_of_the_engine_that_fails_alone_ends_the_run_with_its_error(tmp_path: Path) -> None:
     """The other host is in SGLang's own start then, where it would wait for the part that failed until the deadline."""
     folder = tmp_path / "run"

@@ -50,9 +50,8 @@ def test_older_releases_have_an_entry_for_each_tp_rank(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", ["qwen2", "deepseek_v3"])
-def test_a_real_engine_serves_with_the_stand_ins(tmp_path: Path, model: str) -> None:
-    command = [sys.executable, str(WORKER), model, str(tmp_path / model)]
+def test_a_real_engine_serves_with_the_stand_ins(tmp_path: Path) -> None:
+    command = [sys.executable, str(WORKER), "deepseek_v3", str(tmp_path / "model")]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
     lines = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]

@@ -27,9 +27,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 DUMPS = dict.fromkeys(NO_DUMPS, "1")
 
 
-both_ways = pytest.mark.parametrize("way", [[], ["--forked"]], ids=["spawned", "forked"])
-
-
 def ended(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = (
         os.environ | NO_DUMPS | variables | {"TMPDIR": os.readlink(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
@@ -44,18 +41,15 @@ def left(folder: Path) -> list[str]:
     return [each.name for each in (folder / "tmp").iterdir() if not each.name.startswith(("torchinductor", "harness-"))]
 
 
-@both_ways
-def test_a_scheduler_that_raises_is_told_with_its_own_exception_by_a_rank_that_lives(
-    folder: Path, way: list[str]
-) -> None:
-    done = ended(folder, *way)
+def test_a_scheduler_that_raises_is_told_with_its_own_exception_by_a_rank_that_lives(folder: Path) -> None:
+    done = ended(folder, "--forked")
     assert done.returncode == 1, done.stderr[-3000:]
     assert "died: AssertionError: Attempted to load weight (torch.Size([7]))" in done.stderr
     assert "the scheduler took it" not in done.stdout
     assert left(folder) == []
 
 
-@both_ways
+@pytest.mark.parametrize("way", [[], ["--forked"]], ids=["spawned", "forked"])
 def test_sglangs_failure_in_the_rank_itself_is_told_at_once_and_does_not_kill_it(folder: Path, way: list[str]) -> None:
     done = ended(folder, "--garbage", *way, **DUMPS)
     assert done.returncode == 1, done.stderr[-3000:]
@@ -64,9 +58,8 @@ def test_sglangs_failure_in_the_rank_itself_is_told_at_once_and_does_not_kill_it
     assert left(folder) == []
 
 
-@both_ways
-def test_python_exits_without_a_word_where_the_engine_was_not_shut_down(folder: Path, way: list[str]) -> None:
-    done = ended(folder, "--pass", *way)
+def test_python_exits_without_a_word_where_the_engine_was_not_shut_down(folder: Path) -> None:
+    done = ended(folder, "--pass", "--forked")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resource_tracker" not in done.stderr and "Traceback" not in done.stderr
     assert left(folder) == []

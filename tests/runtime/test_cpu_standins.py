@@ -290,10 +290,7 @@ def test_the_plugins_are_entry_points() -> None:
     "code",
     [
         "from harness.task.tiny_models import tiny_config, tiny_model; tiny_model(tiny_config('qwen2', 'cpu'), 0)",
-        *(
-            f"import harness.{name}"
-            for name in ("trainer.actor", "weights.sync", "ppo", "train", "rollout.verl_engine")
-        ),
+        *(f"import harness.{name}" for name in ("trainer.actor", "weights.sync", "rollout.verl_engine")),
     ],
 )
 def test_any_module_may_be_imported_first(code: str) -> None:

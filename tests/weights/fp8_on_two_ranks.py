@@ -43,7 +43,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3": COMMON | {"head_dim": 64},
     "qwen3_moe": COMMON | MOE | {"head_dim": 64},
     "deepseek_v3": COMMON | MOE | LATENT | {"q_lora_rank": 128},
-    "moonlight": COMMON | MOE | LATENT,
 }
 """Tiny models of whole blocks at tp 2."""
 WIDE = {"num_attention_heads": 8, "q_lora_rank": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
