@@ -28,9 +28,8 @@ def wheels(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kills", "seed"), [(3, 1), (20, 2)])
-def test_killed_at_random_moments(tmp_path: Path, kills: int, seed: int) -> None:
-    bench, chance = Bench(tmp_path), random.Random(seed)
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    bench, chance, kills = Bench(tmp_path), random.Random(2), 20
     wheels(tmp_path / "wheels")
     bench.environment["UV_CACHE_DIR"] = str(tmp_path / "uv")
     words = ["--package", "moving", "--only-package", "--python", bare_python(), "--wheels", "wheels", "--dir", "found"]

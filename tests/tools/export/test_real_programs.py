@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from signal import SIGKILL
 
@@ -18,7 +17,6 @@ from tests.end_to_end.launching import QUICKSTART, REPOSITORY, run
 from tests.weights.fp8_on_two_ranks import OVERRIDES
 
 ROOT_CAUSE = re.compile(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
-SLUG = {"missing": "weights-did-not-arrive"}
 
 
 def slug_of(*files: Path) -> str | None:
@@ -65,17 +63,6 @@ def run_repro(file: Path, *more: str, seconds: float = 500) -> tuple[int, Path]:
     return exit_code(log.read_text(errors="replace"), done.returncode), log
 
 
-def make(case: str, folder: Path) -> tuple[Path, int, Path]:
-    """A run that ends so: its run directory, exit code and output."""
-    script = "tests/end_to_end/ppo_without_one_tensor.py" if case == "missing" else "launch/ppo.py"
-    words: dict[str, Sequence[str]] = {
-        "missing": ("--weights.transport", "tensor"),
-        "killed": ("--run.inject", "kill@sync:1:1"),
-    }
-    job = run(folder, 2, QUICKSTART, *words[case], script=script)
-    return job.folder, exit_code(job.output(), job.process.returncode), job.log
-
-
 @pytest.mark.long
 def test_an_unknown_engine_argument_ends_a_repro_as_it_ends_a_run(tmp_path: Path) -> None:
     words = (QUICKSTART, "--engine.device", "cpu", "--engine.args.mem_fraction_statics", "0.1")
@@ -84,37 +71,30 @@ def test_an_unknown_engine_argument_ends_a_repro_as_it_ends_a_run(tmp_path: Path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("qwen3_moe", ("--weights.transport", "tensor")),
-        ("deepseek_v3", ("--server",)),
-    ],
-)
-def test_a_repro_of_an_fp8_engine_quantizes_and_passes(model: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    sizes = [word for name, value in OVERRIDES[model].items() for word in (f"--model.overrides.{name}", str(value))]
-    fp8 = ["--model.name", model, "--model.dtype", "bfloat16", "--model.rollout_precision", "fp8_block"]
-    config = [QUICKSTART, "--engine.device", "cpu", "--run.steps", "1"]
-    code, log = run_repro(export(tmp_path / "elsewhere", *config, *fp8, *sizes, *words))
+def test_a_repro_of_an_fp8_engine_quantizes_and_passes(tmp_path: Path) -> None:
+    overrides = OVERRIDES["qwen3_moe"].items()
+    sizes = [word for name, value in overrides for word in (f"--model.overrides.{name}", str(value))]
+    fp8 = ["--model.name", "qwen3_moe", "--model.dtype", "bfloat16", "--model.rollout_precision", "fp8_block"]
+    config = [QUICKSTART, "--engine.device", "cpu", "--run.steps", "1", "--weights.transport", "tensor"]
+    code, log = run_repro(export(tmp_path / "elsewhere", *config, *fp8, *sizes))
     assert code == 0, log.read_text()[-4000:]
     found = re.search(r"PASSED: 2 of 2 steps; worst log-prob difference (\S+) nats", log.read_text())
     assert found and 1e-3 < float(found[1]) < 0.3, "as far as FP8 is from bfloat16, and no further"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["missing", "killed"])
-def test_a_repro_ends_as_its_run_did(case: str, tmp_path: Path) -> None:
-    folder, code, log = make(case, tmp_path / "run")
-    repro_code, repro_log = run_repro(export(tmp_path / "elsewhere", str(folder)))
-    assert repro_code == code, repro_log.read_text()[-4000:]
-    assert slug_of(repro_log) == SLUG.get(case), repro_log.read_text()[-4000:]
-    assert slug_of(log) == SLUG.get(case, "injected-fault")
+def test_a_repro_ends_as_its_run_did(tmp_path: Path) -> None:
+    job = run(tmp_path / "run", 2, QUICKSTART, "--run.inject", "kill@sync:1:1")
+    assert slug_of(job.log) == "injected-fault"
+    repro_code, repro_log = run_repro(export(tmp_path / "elsewhere", str(job.folder)))
+    assert repro_code == exit_code(job.output(), job.process.returncode), repro_log.read_text()[-4000:]
+    assert slug_of(repro_log) is None, repro_log.read_text()[-4000:]
     assert "\nsglang: " in repro_log.read_text(), "what sglang.check_env prints"
     control_code, control_log = run_repro(repro_log.with_suffix(".py"), "--arm", "control")
     assert control_code == 0 and "PASSED: 4 of 4 steps" in control_log.read_text(), control_log.read_text()[-4000:]
-    server = export(tmp_path / "server", str(folder), "--server")
+    server = export(tmp_path / "server", str(job.folder), "--server")
     server_code, server_log = run_repro(server)
-    assert server_code == (-SIGKILL if case == "killed" else code), server_log.read_text()[-4000:]
-    assert slug_of(server_log) == SLUG.get(case), server_log.read_text()[-4000:]
+    assert server_code == -SIGKILL, server_log.read_text()[-4000:]
+    assert slug_of(server_log) is None, server_log.read_text()[-4000:]
     control_code, control_log = run_repro(server, "--arm", "control")
     assert control_code == 0 and "PASSED: 4 of 4 steps" in control_log.read_text(), control_log.read_text()[-4000:]

@@ -20,41 +20,21 @@ NAMED = {
         "model.layers.4.mlp.experts.w2_weight",
     ],
     "transposed expert": ["model.layers.3.mlp.experts.200.down_proj.weight"],
-    "no correction bias": ["model.layers.4.mlp.gate.e_score_correction_bias"],
     "vocabulary cut": ["model.embed_tokens.weight"],
     "a dtype": ["model.layers.2.input_layernorm.weight: sent as float32, but the engine holds bfloat16"],
-    "a layer lost": ["model.layers.5.self_attn.o_proj.weight", "model.layers.5.mlp.experts.w2_weight"],
-    "no head": ["lm_head.weight"],
     "a layer sent by two stages": [
         "model.layers.4.self_attn.o_proj.weight: sent 2 times",
         "model.layers.4.mlp.experts.255.up_proj.weight: sent 2 times",
     ],
-    "a layer numbered like the one before": [
-        "model.layers.4.self_attn.o_proj.weight: sent 2 times",
-        "model.layers.5.self_attn.o_proj.weight: a parameter of the engine that nothing sent would fill",
-    ],
     "experts numbered by the engine's ep_size": [
         "model.layers.3.mlp.experts.256.gate_proj.weight: the engine knows no such parameter",
         "model.layers.3.mlp.experts.w13_weight: a parameter of the engine that nothing sent would fill, in 939524096",
-    ],
-    "experts of 2 of 4 ranks": [
-        "model.layers.3.mlp.experts.w13_weight: on engine rank 2",
-        "model.layers.3.mlp.experts.w2_weight: on engine rank 3",
-        "128 expert(s) whole",
-    ],
-    "experts numbered from zero on each rank": [
-        "model.layers.3.mlp.experts.63.up_proj.weight: sent 4 times",
-        "model.layers.3.mlp.experts.w2_weight: a parameter of the engine that nothing sent would fill",
     ],
     "shards sent as the whole": [
         "model.layers.4.self_attn.q_b_proj.weight: sent as [6144, 1536], which is too short",
         "model.layers.2.self_attn.o_proj.weight: sent as [7168, 4096], which is too short",
         "model.layers.1.mlp.gate_proj.weight: sent as [9216, 7168], which is too short",
         "model.layers.5.mlp.experts.9.down_proj.weight: sent as [7168, 1024], which is too short",
-    ],
-    "a layer that nobody holds": [
-        "model.layers.6.self_attn.o_proj.weight: the engine knows no such parameter",
-        "model.layers.6.mlp.experts.255.up_proj.weight: the engine knows no such parameter",
     ],
     "refused and lost": [
         "model.layers.3.mlp.experts.200.down_proj.weight: the engine's loader refuses it",
@@ -67,18 +47,10 @@ NAMED = {
         "model.layers.0.self_attn.q_a_layernorm.weight: a parameter of the engine that nothing sent would fill; and 2 layers",
     ],
     "float8: scales of one expert": ["model.layers.4.mlp.experts.w13_weight_scale_inv: on engine rank 2"],
-    "float8: scales of one projection": ["model.layers.3.self_attn.o_proj.weight_scale_inv"],
-    "float8: all scales": [
-        "model.layers.3.mlp.experts.w2_weight_scale_inv",
-        "model.layers.0.self_attn.q_b_proj.weight_scale_inv",
-    ],
     "draft: MTP layer lost": [
         "model.eh_proj.weight: a parameter of the engine",
         "model.decoder.mlp.experts.w13_weight",
     ],
-    "draft: an MTP name": ["model.layers.6.eh_porj.weight", "model.eh_proj.weight: a parameter of the engine"],
-    "draft: MTP layer numbered from zero": ["model.layers.0.eh_proj.weight", "model.shared_head.norm.weight"],
-    "draft: half a fused pair": ["model.decoder.self_attn.fused_qkv_a_proj_with_mqa.weight"],
     "draft: an expert lost": ["model.decoder.mlp.experts.w13_weight: on engine rank 3"],
 }
 
@@ -158,16 +130,6 @@ def test_mxfp4_arrives_and_its_lost_scales_are_named(tmp_path: Path) -> None:
     ]
     (sentence,) = found["mxfp4: blocks in another order"]
     assert "gate_up_proj_blocks: the engine reads its [128, 90, 5760, 16] as another shape" in sentence
-
-
-@pytest.mark.long
-def test_gpt_oss_in_bfloat16_arrives(tmp_path: Path) -> None:
-    folder = with_layers("gpt_oss_120b", 2, tmp_path)
-    fields = json.loads((folder / "config.json").read_text())
-    del fields["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(fields))
-    run = full_size(folder, "--tp", 8)
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.long

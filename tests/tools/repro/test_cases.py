@@ -33,14 +33,8 @@ HERE = (
 """Those without processes of their own."""
 ENGINES = ("dsv3-qkv-a-split", "orphans-of-a-start")
 """Of those with engines; the others run with `launch/repro.py run --all`, which takes half an hour."""
-TRUE_SIZE = (
-    "dsv3-fp8-tp32",
-    "dsv4-hash-table-lost",
-    "mimo-fused-qkv-tp16",
-    "minicpm3-loads-once",
-    "mtp-draft-stale",
-)
-"""Those of cases/true_size.py, likewise."""
+TRUE_SIZE = ("mimo-fused-qkv-tp16",)
+"""Of those of cases/true_size.py, likewise; the tests of full_size, of drafts and of architectures have the others."""
 NOT_HERE = {
     "hf-router-masking": "both variants pass",  # fixed in the transformers that this sglang takes
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job, Launcher, both_ways
+from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job, Launcher
 from tests.tools.watchdog.hosts import ended
 
 pytestmark = pytest.mark.slow
@@ -53,10 +53,9 @@ def test_an_exception_is_last_with_its_traceback(tmp_path: Path) -> None:
     assert sum(line.startswith("FIRST FAILURE: ") for line in lines) == 2
 
 
-@both_ways
 @pytest.mark.long
-def test_a_killed_rank_is_last_with_what_followed(tmp_path: Path, launcher: Launcher) -> None:
-    first, *rest = last(screen(start(tmp_path / "run", "--inject", "kill@values:1:1", launcher=launcher)))
+def test_a_killed_rank_is_last_with_what_followed(tmp_path: Path) -> None:
+    first, *rest = last(screen(start(tmp_path / "run", "--inject", "kill@values:1:1")))
     assert re.match(rf"FIRST FAILURE: rank 1 on \S+ {ended('was killed by SIGKILL')} in values of step 1 at ", first)
     assert any(re.match(r"  \+\d\.\d s: rank 0 on ", line) for line in rest)
 
@@ -70,9 +69,8 @@ def test_a_hang_is_last_with_stacks(tmp_path: Path) -> None:
     assert "clock_nanosleep" in next((tmp_path / "run").glob("stacks-*-rank1.txt")).read_text()
 
 
-@both_ways
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "launcher"), [(signal.SIGINT, "plain"), (signal.SIGTERM, "forked")])
 def test_a_run_that_is_told_to_end_says_so_last(tmp_path: Path, number: signal.Signals, launcher: Launcher) -> None:
     job = start(tmp_path / "run", "--run.steps", "400", launcher=launcher)
     job.wait_for_phase("generate")
@@ -86,10 +84,9 @@ def test_a_run_that_is_told_to_end_says_so_last(tmp_path: Path, number: signal.S
     )
 
 
-@both_ways
 @pytest.mark.long
-def test_without_its_launcher_all_ends(tmp_path: Path, launcher: Launcher) -> None:
-    job = start(tmp_path / "run", "--run.steps", "400", launcher=launcher)
+def test_without_its_launcher_all_ends(tmp_path: Path) -> None:
+    job = start(tmp_path / "run", "--run.steps", "400", launcher="forked")
     job.wait_for_phase("generate")
     job.look()
     job.process.send_signal(signal.SIGKILL)

@@ -76,13 +76,6 @@ def rope_base() -> None:
 
 
 @plant
-def other_activation() -> None:
-    from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
-
-    wrap(SiluAndMul, "forward", lambda real, self, x: GeluAndMul.forward_native(GeluAndMul(), x))
-
-
-@plant
 def correction_bias_ignored() -> None:
     """Choose experts with a correction bias of zeros; SGLang has used memory that was never filled (sglang#10440)."""
     import torch
@@ -119,18 +112,6 @@ def double_all_reduce() -> None:
 
 
 @plant
-def temperature_not_applied() -> None:
-    """Report log-probs at temperature 1, as SGLang did before sglang#2664."""
-    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
-    from sglang.srt.layers import sampler
-
-    for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "RETURN_ORIGINAL_LOGPROB"):
-        if hasattr(sampler, name):
-            setattr(sampler, name, True)
-    reached()
-
-
-@plant
 def decode_position() -> None:
     """Decode one position too far."""
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -139,20 +120,6 @@ def decode_position() -> None:
         return real(self, positions + 1, *args, **kw)
 
     wrap(RotaryEmbedding, "forward", around, when=lambda self, positions, *_, **__: len(positions) <= 16)
-
-
-@plant
-def batch_in_prefill() -> None:
-    """Compute the logits of several sequences in another way than those of one."""
-    from sglang.srt.layers.logits_processor import LogitsProcessor
-
-    def around(real: Any, self: Any, ids: Any, hidden: Any, *args: Any, **kw: Any) -> Any:
-        return real(self, ids, hidden * 1.05, *args, **kw)
-
-    def several(self: Any, ids: Any, hidden: Any, head: Any, metadata: Any, *args: Any, **kw: Any) -> bool:
-        return len(getattr(metadata, "extend_seq_lens_cpu", None) or ()) > 1
-
-    wrap(LogitsProcessor, "forward", around, when=several)
 
 
 @plant
@@ -176,19 +143,6 @@ def first_cached_token_lost() -> None:
         return is_extend and any(length > 1 for length in forward_batch.extend_prefix_lens_cpu or ())
 
     wrap(ModelRunner, "forward", around, when=has_prefix)
-
-
-@plant
-def kv_cache_in_bfloat16() -> None:
-    """Change nothing: the engine argument kv_cache_dtype alone makes SGLang round keys and values."""
-    reached()
-
-
-@plant
-def scaled_logits() -> None:
-    from sglang.srt.layers.logits_processor import LogitsProcessor
-
-    wrap(LogitsProcessor, "_get_logits", lambda real, self, *args, **kw: real(self, *args, **kw) * 1.05)
 
 
 # In the trainer.
@@ -229,24 +183,6 @@ def trainer_positions_of_left_padding() -> None:
         return isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and position_ids is None
 
     wrap(Qwen2Model, "forward", around, when=is_padded)
-
-
-@plant_in_trainer
-def trainer_sdpa_in_bfloat16() -> None:
-    """Compute the trainer's sdpa in bfloat16, as a kernel that takes nothing else; eager stays as it is."""
-    import torch
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    def rounded(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kw: Any) -> Any:
-        reached()
-        if attention_mask is not None and attention_mask.dtype != torch.bool:
-            attention_mask = attention_mask.bfloat16()
-        narrow = (each.bfloat16() for each in (query, key, value))
-        output, weights = sdpa_attention_forward(module, *narrow, attention_mask, *args, **kw)
-        return output.to(query.dtype), weights
-
-    AttentionInterface.register("sdpa", rounded)
 
 
 @plant_in_trainer
