@@ -110,13 +110,6 @@ def test_only_rank_0_speaks(quickstart: Job) -> None:
 
 
 @pytest.mark.long
-def test_same_seed_same_metrics_bit_for_bit(quickstart: Job, tmp_path: Path) -> None:
-    again = run(tmp_path / "run", 2, QUICKSTART)
-    assert again.process.returncode == 0, again.output()
-    assert values(again) == values(quickstart)
-
-
-@pytest.mark.long
 def test_validation_and_saving_change_nothing_and_the_learner_alone_repeats_the_updates(
     quickstart: Job, tmp_path: Path
 ) -> None:

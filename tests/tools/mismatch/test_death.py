@@ -26,17 +26,6 @@ def rows(answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [each for each in answer["sources"] if each["name"] == name]
 
 
-def test_a_changed_engine_that_is_killed_leaves_the_other_sources_to_be_measured(tmp_path: Path) -> None:
-    answer, job = searched(tmp_path / "run", "one_rank_is_killed")
-    [dead], [measured] = rows(answer, "tensor parallelism"), rows(answer, STEPS)
-    assert "died of SIGKILL" in dead["why_not"] and dead["after"] is None
-    assert measured["after"] and answer["source"] == STEPS
-    assert dead["why_not"] in job.output()
-    table = " ".join(job.output().partition("share")[2].split())  # without its line breaks
-    assert "the engine with this change died: engine process" in table
-    assert found_line(job) == f"found: {answer['sentence']}" and job.left_behind() == []
-
-
 def test_what_was_measured_before_a_changed_engine_fails_is_kept(tmp_path: Path) -> None:
     answer, job = searched(tmp_path / "run", "second_rank_fails_in_decoding")
     prefill, decoding = rows(answer, STEPS)

@@ -31,7 +31,7 @@ HERE = (
     "verl-engine-removed",
 )
 """Those without processes of their own."""
-ENGINES = ("dsv3-qkv-a-split", "orphans-of-a-start")
+ENGINES = ("orphans-of-a-start",)
 """Of those with engines; the others run with `launch/repro.py run --all`, which takes half an hour."""
 TRUE_SIZE = ("mimo-fused-qkv-tp16",)
 """Of those of cases/true_size.py, likewise; the tests of full_size, of drafts and of architectures have the others."""

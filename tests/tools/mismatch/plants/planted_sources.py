@@ -219,21 +219,6 @@ def decode_steps_in_bfloat16() -> None:
 
 
 @plant
-def one_rank_is_killed() -> None:
-    """Kill the scheduler of an engine of one rank in its first forward pass."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-    from sglang.srt.runtime_context import get_parallel
-
-    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
-        if get_parallel().tp_size == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, *args, **kw)
-
-    decode_steps_in_bfloat16()
-    wrap(TorchNativeAttnBackend, "_run_sdpa_forward_extend", around)
-
-
-@plant
 def second_rank_fails_in_decoding() -> None:
     """Raise on the second rank of an engine when it decodes, unless num_continuous_decode_steps = 2."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
