@@ -20,13 +20,13 @@ def words(model: str) -> list[str]:
     return ["--model.name", model, *precision, *overrides, "--run.steps", "2"]
 
 
-def check(job: Job, exact: bool = True) -> str:
+def check(job: Job) -> str:
     """The run passed, and says of the precision what it costs. Return the verdict."""
     assert job.process.returncode == 0, job.output()[-6000:]
     verdict = next(line for line in job.output().splitlines() if "PASSED" in line)
     assert "read back bit for bit" in verdict or "compared with a reload" in verdict
     assert "the last sync equals a reload of the saved fp8_block weights" in verdict
-    assert ("greedy log-probs equal bit for bit" in verdict) == exact
+    assert "greedy log-probs equal bit for bit" in verdict
     assert "the fp8_block engine and the bfloat16 trainer differ by up to" in verdict
     assert "on its own first load" in verdict and "NOT compared" not in verdict
     assert job.left_behind() == []
