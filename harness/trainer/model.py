@@ -67,8 +67,9 @@ def load_causal_lm(
         on seed and parameter name, and not on the number of ranks.
     dtype: of the shards, and so of their gradients and of the optimizer's moments. Persistent buffers are always float32.
     compute_dtype: of forward and backward; None for dtype.
-    value_head: return a ValueModel. Its head is drawn from seed with std 1 / sqrt(hidden_size + 1), as in arXiv 2009.01325,
-        so that the first update reaches the backbone; a head of zeros would not let any gradient through.
+    value_head: return a ValueModel. Its head is drawn from seed with std 1 / (hidden_size + 1), as OpenRLHF does: the first
+        values are near zero, so that the first advantages come from rewards, and the first update still reaches the
+        backbone, which a head of zeros would not let it.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     backbone, model = build_on_meta(config, dtype, attention, gradient_checkpointing, value_head)
@@ -335,7 +336,7 @@ def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str
             )
             values.copy_(whole[first_row : first_row + values.shape[0]])
             continue
-        std = (sizes.hidden_size + 1) ** -0.5 if name == VALUE_HEAD else getattr(sizes, "initializer_range", 0.02)
+        std = 1 / (sizes.hidden_size + 1) if name == VALUE_HEAD else getattr(sizes, "initializer_range", 0.02)
         for start, block in random_rows(tensor.shape, first_row, values.shape[0], key, values.device):
             values[start : start + len(block)] = block * std
 

@@ -59,7 +59,7 @@ def test_each_row_has_the_seconds_of_every_phase_throughput_memory_and_lengths(q
         assert timed == {each["phase"] for each in ended} and "generate" in timed
         assert row[f"{prefix}memory/max_rss"] > 100e6
         shortest, mean, longest = (row[f"{prefix}response_tokens_{each}"] for each in ("min", "mean", "max"))
-        assert 1 <= shortest <= mean <= longest <= 16 and row[f"{prefix}response_tokens"] == mean * 16
+        assert 1 <= shortest <= mean <= longest <= 8 and row[f"{prefix}response_tokens"] == mean * 64
         if step < 3:
             assert {"free_caches", "update_actor", "update_critic"} <= timed
             assert row["tokens_per_second/step"] == row["tokens"] / row["seconds"]

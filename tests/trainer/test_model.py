@@ -64,7 +64,7 @@ def test_a_second_model_computes_in_float32_on_the_values_of_one_in_bfloat16(
 def test_values_are_those_of_the_whole_backbone(measurements: Measurements, name: str) -> None:
     for rank in measurements:
         assert rank[f"log_probs/{name}"]["values"] < 1e-5
-        assert rank[f"log_probs/{name}"]["value_spread"] > 0.1
+        assert rank[f"log_probs/{name}"]["value_spread"] > 0.01
 
 
 def test_random_weights_do_not_depend_on_the_world_size(measurements: Measurements) -> None:
