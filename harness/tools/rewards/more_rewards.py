@@ -4,7 +4,6 @@ import importlib.util
 import inspect
 import math
 import numbers
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ from harness.task.data import Row
 from harness.task.rewards import HANDED_IN, REWARDS, MakeReward, Reward, Score, check_numbers
 from harness.tools.rewards.boxed_answers import math_strict_reward
 from harness.tools.rewards.math_answers import MathWorker
+from harness.tools.rewards.own_reward import PARAMETERS, check_own
 
 DATA_SOURCES = {
     "openai/gsm8k": "gsm8k_strict",
@@ -52,10 +52,10 @@ def make_reward(name: str, rows: Iterable[Row]) -> Reward:
 def check_reward(name: str, rows: Iterable[Row]) -> None:
     """Raise ValueError for a reward that does not exist, or that cannot score one of the rows.
 
-    Do not import a user's own.
+    Do not import a user's own: its source is read.
     """
     if name not in (*REWARDS, *HANDED_IN):
-        _check_own(name)
+        check_own(name)
     check_numbers(name, rows)
     for row in rows if name == "data_source" else ():
         if row.data_source not in DATA_SOURCES:
@@ -74,22 +74,6 @@ def check_math_verify(name: str) -> None:
         )
 
 
-def _check_own(name: str) -> None:
-    """Raise ValueError if the file or package of a user's reward is missing, or its function is not in the file."""
-    module, _, function = name.rpartition(":")
-    if not module.endswith(".py"):
-        package = module.partition(".")[0]
-        if importlib.util.find_spec(package) is None:
-            hint = "put its folder on PYTHONPATH, or give FILE.py:FUNCTION"
-            raise ValueError(f'task.reward = "{name}" cannot work: Python does not find {package}; {hint}')
-        return
-    file = Path(module).expanduser()
-    if not file.is_file():
-        raise ValueError(f'task.reward = "{name}" cannot work: there is no file {file}')
-    if not re.search(rf"\b{function}\b", file.read_text(encoding="utf-8", errors="replace")):
-        raise ValueError(f'task.reward = "{name}" cannot work: {file} has no function {function}')
-
-
 def _import_own(name: str) -> Callable[..., Any]:
     """Return the user's function. Raise ValueError if it cannot be imported, or is not a plain function."""
     module, _, function = name.rpartition(":")
@@ -106,7 +90,7 @@ def _import_own(name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(loaded, function)
     except Exception as error:  # whatever the user's module raises
         raise ValueError(f'task.reward = "{name}" cannot be imported: {type(error).__name__}: {error}') from error
-    if not callable(found) or inspect.iscoroutinefunction(found):
+    if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
         raise ValueError(f'task.reward = "{name}" must be a plain function, got a {type(found).__name__}')
     return found
 
@@ -117,12 +101,8 @@ def _call_own(function: Callable[..., Any], name: str, response: str, row: Row) 
     Raise RewardFailed if it raises, or does not return a finite number.
     """
     try:
-        score = function(
-            data_source=row.data_source,
-            solution_str=response,
-            ground_truth=row.ground_truth,
-            extra_info=row.extra_info,
-        )
+        given = row.data_source, response, row.ground_truth, row.extra_info
+        score = function(**dict(zip(PARAMETERS, given, strict=True)))
     except Exception as error:
         raise RewardFailed(f'task.reward = "{name}" raised {type(error).__name__}: {error}, for {row.where}') from error
     value = score.get("score") if isinstance(score, dict) else score
