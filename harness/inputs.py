@@ -127,7 +127,7 @@ def open_saved_rollouts(run: RunContext, first: int) -> SavedRollouts | None:
     saved = SavedRollouts.of(config, run.world.rank)
     if saved:
         try:
-            saved.check(config.rollout, config.run.steps, first)
+            saved.check(config, first)
         except ValueError as error:
             problem = str(error)
     if problem := next(filter(None, all_gather(problem)), ""):

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.config.layers import shown
-from harness.config.schema import Config, Rollout
+from harness.config.rollout_folder import PATTERN, check_to_load, responses_of
+from harness.config.schema import Config
 from harness.trainer.batch import Batch
 
 NOT_SAVED_KEYS = ("truncated", "save", "load", "only", "routing")
@@ -51,7 +52,7 @@ class SavedRollouts:
 
     def file(self, step: int) -> Path:
         """Return the file of this rank's responses of a step."""
-        return self.folder / f"step{step:05}-rank{self.rank:04}.safetensors"
+        return responses_of(self.folder, step, self.rank)
 
     def save(self, step: int, batch: Batch) -> None:
         """Write a step's batch, under another name first: a file with its own name is complete.
@@ -84,9 +85,7 @@ class SavedRollouts:
                         )
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"{file} cannot be read ({error}): run.steps must be at most the number of steps that were saved"
-            ) from error
+            raise ValueError(f"{file} cannot be read ({error}): give a folder that rollout.save wrote") from error
         if wrong := not_a_batch(tensors):
             raise ValueError(f"{file} holds no rollouts: {wrong}; save them again")
         if self.routing == "off":
@@ -98,17 +97,16 @@ class SavedRollouts:
             )
         return Batch(**tensors)
 
-    def check(self, rollout: Rollout, steps: int, first: int = 0) -> None:
-        """Raise ValueError if a run from step `first` to `steps` cannot load from the folder, or continue what it
+    def check(self, config: Config, first: int = 0) -> None:
+        """Raise ValueError if a run from step `first` to run.steps cannot load from the folder, or continue what it
         holds.
         """
-        if rollout.load:
-            self.load(steps - 1)
-            if missing := [file for file in map(self.file, range(first, steps)) if not file.exists()]:
-                raise ValueError(f"{missing[0]} is not there: rollout.load needs the rollouts of every step")
+        if config.rollout.load:
+            check_to_load(config, [self.rank], first)
+            self.load(config.run.steps - 1)
         elif first and self.file(first - 1).exists():
             self.load(first - 1)
-        elif list(self.folder.glob("step*.safetensors")):
+        elif list(self.folder.glob(PATTERN)):
             raise ValueError(f'rollout.save = "{self.folder}" holds rollouts of another run; give another folder')
         else:
             try:
