@@ -20,7 +20,7 @@ import _checkout
 _checkout.use()
 
 from harness.runtime.errors import rank_in, report_user_error
-from harness.tools.command_line import exit_with, parse, read_known_options, refuse_plan_options
+from harness.tools.command_line import exit_with, read_command, read_known_options, refuse_plan_options
 from harness.tools.start_job import start_job
 
 
@@ -36,15 +36,13 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         _, rest = read_known_options(Options, "launch/mismatch.py", __doc__ or "", arguments)
-        command = parse(rest, Options)
+        command = read_command(rest, Options)
         refuse_plan_options(command.options)
         if not command.config.rollout.has_both:
             raise ValueError("rollout.load and rollout.only run half of what is to be compared; leave them out.")
     except ValueError as error:
         return report_user_error(error, rank)
-    return start_job(
-        command.config, "launch/mismatch.py", arguments, "harness.tools.mismatch.source_search:find_mismatch"
-    )
+    return start_job(command, "launch/mismatch.py", arguments, "harness.tools.mismatch.source_search:find_mismatch")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ import _checkout
 _checkout.use()  # this checkout's harness, and the environment that it made, whatever Python started this
 
 from harness.config.layers import ConfigError
-from harness.config.run_folder import check_run_folder
 from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
 from harness.tools import preflight
-from harness.tools.command_line import Command, exit_with, parse, print_help
+from harness.tools.command_line import Command, exit_with, print_help, read_command
 from harness.tools.start_job import start_job
 
 PLAN_OPTIONS = ("--nnodes", "--nproc-per-node")
@@ -33,13 +32,15 @@ def plan(command: Command) -> int:
     """Do what --dry-run and --check ask for. Return the exit code; raise ValueError or UnsupportedEnvironment."""
     from harness.tools.plan import dry_run
 
-    if command.options.dry_run:
-        dry_run.show(command, preflight.check_plan(command.config, whole_model=False))
+    options, reading = command.options, command.reading
+    ranks = range(options.nproc_per_node)
+    if options.dry_run:
+        dry_run.show(command, preflight.check_plan(command.config, whole=False, ranks=ranks, reading=reading))
         return 0
     preflight.go_on_in_environment()
-    check_run_folder(command.config.run.dir)
     device = preflight.device_of(command.config)
-    return dry_run.show_check(command, preflight.check_plan(command.config, device=device))
+    resolved = preflight.check_plan(command.config, device=device, ranks=ranks, reading=reading)
+    return dry_run.show_check(command, resolved)
 
 
 def main(arguments: list[str]) -> int:
@@ -50,14 +51,14 @@ def main(arguments: list[str]) -> int:
             print_help("launch/ppo.py", __doc__ or "")
         return 0
     try:
-        command = parse(arguments)
+        command = read_command(arguments)
         if command.options.dry_run or command.options.check:
             return plan(command)
         if of_plan := [each for each in PLAN_OPTIONS if any(word.split("=")[0] == each for word in arguments)]:
             raise ConfigError(f"{of_plan[0]} is for --dry-run and --check; add one of these, or give it to torchrun.")
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank)
-    return start_job(command.config, "launch/ppo.py", arguments, "harness.train:train")
+    return start_job(command, "launch/ppo.py", arguments, "harness.train:train")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ import _checkout
 _checkout.use()
 
 from harness.runtime import redact
-from harness.runtime.errors import report_user_error
-from harness.tools.command_line import parse
-from harness.tools.environments import Unusable, ensure
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.tools.command_line import read_command
+from harness.tools.environments import Unusable, ensure, made
 
 TORCHRUN = "launch/torchrun.py"
 JOB = ("launch/ppo.py", "configs/cpu/quickstart.toml")
@@ -35,11 +35,16 @@ def main(overrides: list[str]) -> int:
     script, config = (os.path.relpath(_checkout.CHECKOUT / name) for name in JOB)
     arguments = [config, *overrides]
     try:
-        options = parse(arguments).options  # a mistake on the command line is found before anything is installed
-        if options.check or options.dry_run:  # these need no ranks
+        command = read_command(arguments)
+        if command.options.check or command.options.dry_run:  # these need no ranks
             os.execv(sys.executable, [sys.executable, script, *arguments])
+        if made() is None:  # what this Python can tell is told before anything is installed
+            from harness.tools import preflight
+
+            device = preflight.device_of(command.config)
+            preflight.check_plan(command.config, device=device, reading=command.reading)
         python = str(ensure())
-    except ValueError as error:
+    except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)
     except Unusable as problem:
         print(f"error: {problem}.", file=sys.stderr)
@@ -59,9 +64,9 @@ def main(overrides: list[str]) -> int:
     ranks = int(checked.stdout)
     # Without an address torchrun looks for this host by its name. If that does not resolve, it tries for minutes.
     torchrun = [python, os.path.relpath(_checkout.CHECKOUT / TORCHRUN), "--nnodes=1", "--local-addr=127.0.0.1"]
-    command = [*torchrun, f"--nproc-per-node={ranks}", script, *arguments]
-    print(f"+ {shlex.join(redact.words(command))}", flush=True)
-    os.execv(python, command)
+    words = [*torchrun, f"--nproc-per-node={ranks}", script, *arguments]
+    print(f"+ {shlex.join(redact.words(words))}", flush=True)
+    os.execv(python, words)
 
 
 if __name__ == "__main__":

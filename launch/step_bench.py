@@ -19,7 +19,7 @@ _checkout.use()
 
 from harness.observer import RunContext
 from harness.runtime.errors import rank_in, report_user_error
-from harness.tools.command_line import exit_with, parse, read_known_options, refuse_plan_options
+from harness.tools.command_line import exit_with, read_command, read_known_options, refuse_plan_options
 from harness.tools.start_job import start_job
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         options, rest = read_known_options(Options, "launch/step_bench.py", __doc__ or "", arguments)
         if options.repeats < 1:
             raise ValueError(f"--repeats = {options.repeats} must be at least 1.")
-        command = parse([*rest, "--run.steps", str(options.repeats + 1)], Options)
+        command = read_command([*rest, "--run.steps", str(options.repeats + 1)], Options)
         refuse_plan_options(command.options)
         config = command.config
         if options.prompt_tokens and not 0 < options.prompt_tokens <= config.task.max_prompt_tokens:
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
         return StepBench(repeats=options.repeats, prompt_tokens=options.prompt_tokens, json=options.json)(context)
 
-    return start_job(config, "launch/step_bench.py", arguments, job)
+    return start_job(command, "launch/step_bench.py", arguments, job)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from harness.config.resolve import SYNC_SECTIONS
 from harness.config.schema import TransportName
 from harness.observer import RunContext
 from harness.runtime.errors import rank_in, report_user_error
-from harness.tools.command_line import exit_with, parse, read_known_options, refuse_plan_options
+from harness.tools.command_line import exit_with, read_command, read_known_options, refuse_plan_options
 from harness.tools.start_job import start_job
 
 
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         options, rest = read_known_options(Options, "launch/sync.py", __doc__ or "", arguments)
         if options.syncs < 1 or options.repeats < 1:
             raise ValueError(f"--syncs = {options.syncs} and --repeats = {options.repeats} must each be at least 1.")
-        command = parse(rest, Options, SYNC_SECTIONS)
+        command = read_command(rest, Options)
         refuse_plan_options(command.options)
     except ValueError as error:
         return report_user_error(error, rank)
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
             repeats=options.repeats,
         )(context)
 
-    return start_job(command.config, "launch/sync.py", arguments, job, SYNC_SECTIONS)
+    return start_job(command, "launch/sync.py", arguments, job, SYNC_SECTIONS)
 
 
 if __name__ == "__main__":

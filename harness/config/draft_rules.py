@@ -36,7 +36,9 @@ def draft_rules(config: Config, facts: Facts, device: Device | None) -> Iterator
     """Yield what is wrong with the draft model, if there is one. facts: rules that need an unknown fact are skipped."""
     arguments = config.engine.args
     if device == "cpu" and arguments.get("speculative_algorithm"):
-        yield from _on_cpu(arguments, facts.sglang)
+        yield from (refused := list(_on_cpu(arguments, facts.sglang)))
+        if any(each.unsupported for each in refused):
+            return
     if not draft_of(arguments):
         return
     if not sends_mtp_layer(arguments):
@@ -67,11 +69,14 @@ def _on_cpu(arguments: Mapping[str, Any], sglang: SGLangFacts | None) -> Iterato
             listed = ", ".join(f"engine.args.{each} = {value}" for each, value in CHAIN.items())
             key = f"engine.args.{name}" if name in arguments else KEY
             yield Wrong(key, f"{why if name in arguments else f'{name} is not set, and {why}'}; use {listed}")
+            return
 
 
 def _of_another_checkpoint(config: Config) -> Iterator[Wrong]:
     """Refuse checks of a draft that is another model: SGLang offers it the trainer's tensors, which are not its own."""
-    why = f"SGLang also updates the draft model of speculative_algorithm = {draft_of(config.engine.args)}, for which there is no trainer"
+    why = (
+        f"SGLang also updates the draft model of {KEY} = {draft_of(config.engine.args)}, for which there is no trainer"
+    )
     if config.weights.transport == "pull":
         yield Wrong("weights.transport", f'{why}; use "bucket", "tensor" or "disk"')
     if config.weights.verify != "off":

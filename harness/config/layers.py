@@ -6,21 +6,17 @@ import hashlib
 import json
 import tomllib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+from harness.config.mistakes import COMMAND_LINE, ConfigError, Mistake, Reading, refuse
 from harness.config.schema import Config
 from harness.runtime import redact
 
-COMMAND_LINE = "command line"
 KINDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 SEVERAL: dict[type, str] = {int: "integers", float: "numbers", str: "strings"}
-
-
-class ConfigError(ValueError):
-    """A user's mistake, in one sentence: the key, the value, what is allowed and what to do. Exit code 2."""
 
 
 class Layer(NamedTuple):
@@ -61,10 +57,27 @@ def override_layer(overrides: Iterable[tuple[str, str]]) -> Layer:
 
 def build_config(layers: Iterable[Layer]) -> Config:
     """Apply the layers, the later over the earlier. Raise ConfigError for unknown keys and wrong types."""
-    config = Config()
-    for layer in layers:
-        _apply(config, layer.table, layer.source, prefix="")
+    config, reading = apply_layers(layers)
+    refuse(reading)
     return config
+
+
+def apply_layers(layers: Iterable[Layer]) -> tuple[Config, Reading]:
+    """Apply the layers as build_config does; return the config, who set which key, unknown keys and wrong types."""
+    config, given, found = Config(), dict[str, str](), list[Mistake]()
+    for layer in layers:
+        given |= dict.fromkeys(_keys(layer.table), layer.source)
+        found += _apply(config, layer.table, layer.source, prefix="")
+    return config, Reading(given, tuple(found))
+
+
+def _keys(table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each section, its keys section.name, and section.name.inner for the entries of a table."""
+    for section, values in table.items():
+        yield section
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            yield f"{section}.{name}"
+            yield from (f"{section}.{name}.{inner}" for inner in (value if isinstance(value, Mapping) else ()))
 
 
 def to_toml(config: Config) -> str:
@@ -85,14 +98,16 @@ def to_redacted_toml(config: Config) -> str:
     return to_toml(redacted(config))
 
 
-def refuse_redacted(config: Config) -> None:
-    """Raise ConfigError for a value that was left out when the config was written, as in the config.toml of a run."""
+def left_out(config: Config) -> Iterator[Mistake]:
+    """Yield each value that was left out when the config was written, as in the config.toml of a run."""
     for section, table in dataclasses.asdict(config).items():
         for name, value in table.items():
-            if left_out := redact.MARK.search(toml_value(value)):
-                raise ConfigError(
-                    f"{section}.{name} has {left_out[0]} where a secret was left out when the file was written; give it with"
-                    f" --{section}.{name}."
+            if mark := redact.MARK.search(toml_value(value)):
+                key = f"{section}.{name}"
+                yield Mistake(
+                    f"{key} has {mark[0]} where a secret was left out when the file was written; give it with --{key}.",
+                    key,
+                    spoils=(key,),
                 )
 
 
@@ -119,35 +134,39 @@ def shown(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
-def _apply(target: Any, table: Mapping[str, Any], source: str, prefix: str) -> None:
+def _apply(target: Any, table: Mapping[str, Any], source: str, prefix: str) -> Iterator[Mistake]:
+    """Set the fields of a section, or of the whole config. Yield what cannot be set, which keeps its value."""
     kinds = {item.name: item.type for item in dataclasses.fields(target)}
     for name, value in table.items():
         key = f"{prefix}{name}"
         if name not in kinds:
-            raise ConfigError(_unknown_key(key, source, [prefix + known for known in kinds]))
+            yield _unknown_key(key, source, [prefix + known for known in kinds])
+            continue
         current = getattr(target, name)
         is_section, is_table = dataclasses.is_dataclass(current), isinstance(current, dict)
         if (is_section or is_table) and not isinstance(value, Mapping):
-            raise ConfigError(_must_be("a table", key, value, source))
-        if is_section:
-            _apply(current, value, source, prefix=f"{key}.")
+            yield Mistake(_must_be("a table", key, value, source), key, spoils=(key,))
+        elif is_section:
+            yield from _apply(current, value, source, prefix=f"{key}.")
+        elif is_table:
+            setattr(target, name, current | dict(value))
+        elif wanted := _wrong_type(value, kinds[name]):
+            yield Mistake(_must_be(wanted, key, value, source), key, spoils=(key,))
         else:
-            setattr(target, name, current | dict(value) if is_table else _checked(key, value, kinds[name], source))
+            setattr(target, name, _converted(value, kinds[name]))
 
 
-def _checked(key: str, value: Any, kind: Any, source: str) -> Any:
-    """Return the value as the field of that type holds it. Raise ConfigError for another type."""
+def _wrong_type(value: Any, kind: Any) -> str:
+    """Return what a value of this type must be, if it is something else; otherwise ""."""
     if get_origin(kind) is tuple:
-        return _checked_list(key, value, kind, source)
-    if kind is float and type(value) is int:
-        return float(value)
+        return _wrong_list(value, kind)
     choices = get_args(kind)  # of a Literal
-    if value not in choices if choices else type(value) is not kind:
-        raise ConfigError(_must_be(f"one of {_listed(choices)}" if choices else KINDS[kind], key, value, source))
-    return value
+    if choices:
+        return "" if value in choices else f"one of {_listed(choices)}"
+    return "" if type(value) is kind or (kind is float and type(value) is int) else KINDS[kind]
 
 
-def _checked_list(key: str, value: Any, kind: Any, source: str) -> tuple[Any, ...]:
+def _wrong_list(value: Any, kind: Any) -> str:
     """Do the same for tuple[T, ...], or tuple[T, T], which has a fixed length.
 
     Names may not be repeated, numbers may.
@@ -159,11 +178,18 @@ def _checked_list(key: str, value: Any, kind: Any, source: str) -> tuple[Any, ..
     types_allowed = (float, int) if item is float else (item,)
     fits = isinstance(items, list) and count in (None, len(items))
     fits = fits and all(each in choices if choices else type(each) in types_allowed for each in items)
-    if not fits or (not is_number and len(set(items)) < len(items)):
-        wanted = _listed(choices) if choices else f"{count or ''} {SEVERAL[item]}".strip()
-        once = "" if is_number else " without repeats"
-        raise ConfigError(_must_be(f"a list of {wanted}{once}", key, value, source))
-    return tuple(map(item, items)) if is_number else tuple(items)
+    if fits and (is_number or len(set(items)) == len(items)):
+        return ""
+    wanted = _listed(choices) if choices else f"{count or ''} {SEVERAL[item]}".strip()
+    return f"a list of {wanted}{'' if is_number else ' without repeats'}"
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """Return the value as a field of this type holds it."""
+    if get_origin(kind) is tuple:
+        items, item = [value] if type(value) is str else value, get_args(kind)[0]
+        return tuple(map(item, items)) if item in (int, float) else tuple(items)
+    return float(value) if kind is float else value
 
 
 def _must_be(wanted: str, key: str, value: Any, source: str) -> str:
@@ -201,9 +227,9 @@ VERL_SECTIONS = ("actor_rollout_ref", "data", "trainer", "reward_model", "custom
 OF_VERL = "this is verl's config; launch/from_verl.py translates verl's commands and resolved configs"
 
 
-def _unknown_key(key: str, source: str, known: list[str]) -> str:
+def _unknown_key(key: str, source: str, known: list[str]) -> Mistake:
     if key.partition(".")[0] in VERL_SECTIONS:
-        return f"{key} ({source}) is not a key of this version: {OF_VERL}."
+        return Mistake(f"{key} ({source}) is not a key of this version: {OF_VERL}.", key, spoils=(key,))
     name = key.rsplit(".", 1)[-1]
     found = (
         ([OTHER_NAMES[key]] if key in OTHER_NAMES else [])
@@ -214,7 +240,7 @@ def _unknown_key(key: str, source: str, known: list[str]) -> str:
         or [full for full in key_types() if full.rsplit(".", 1)[-1] == name]
     )
     hint = f"the nearest is {found[0]}" if found else f"the keys there are {', '.join(known)}"
-    return f"{key} ({source}) is not a key of this version; {hint}."
+    return Mistake(f"{key} ({source}) is not a key of this version; {hint}.", key, spoils=tuple(found[:1]) or (key,))
 
 
 def toml_value(value: Any) -> str:

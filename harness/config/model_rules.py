@@ -70,15 +70,15 @@ def model_rules(config: Config, facts: Facts, device: Device | None) -> Iterator
     yield from _heads(sizes, config)
     yield from _experts(sizes, config, device)
     yield from fp8_model(config, sizes.fields, facts.sglang)
-    if device == "cuda":
-        yield from (Wrong(key, f"{why}; {CPU_PADS}") for key, why in _indivisible(sizes, config))
+    if device == "cuda" and (why := _indivisible(sizes, config)):
+        yield Wrong("parallel.tp", f"{why}; {CPU_PADS}")
     yield from _context(sizes, config)
 
 
 def padding_warnings(config: Config, facts: Facts) -> Iterator[str]:
-    """Yield a sentence for each size that SGLang's CPU mode pads, and that CUDA would refuse."""
-    for key, why in _indivisible(_Sizes(facts.model or {}), config):
-        yield f"{key} = {config.parallel.tp}: {why}; {CPU_PADS}."
+    """Yield a sentence if SGLang's CPU mode pads sizes that CUDA would refuse."""
+    if why := _indivisible(_Sizes(facts.model or {}), config):
+        yield f"parallel.tp = {config.parallel.tp}: {why}; {CPU_PADS}."
 
 
 def _overrides(config: Config, facts: Facts) -> Iterator[Wrong]:
@@ -126,16 +126,17 @@ def _heads(sizes: _Sizes, config: Config) -> Iterator[Wrong]:
             yield Wrong(key, f"the model's {name} = {size} must be a multiple of its {divisor} = {by}")
 
 
-def _indivisible(sizes: _Sizes, config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the key and the reason for each size that the tensor-parallel ranks cannot share equally."""
-    tp = config.parallel.tp
+def _indivisible(sizes: _Sizes, config: Config) -> str:
+    """Return which sizes the tensor-parallel ranks cannot share equally; "" if they can share all."""
+    tp, found = config.parallel.tp, []
     heads, kv_heads, width = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["intermediate_size"]
     if heads and heads % tp:
-        yield "parallel.tp", f"the model's {heads} attention heads cannot be divided by it"
+        found.append(f"the model's {heads} attention heads cannot be divided by it")
     if kv_heads and not sizes.is_mla and kv_heads % tp and tp % kv_heads:
-        yield "parallel.tp", f"it must divide the model's {kv_heads} key-value heads, or be a multiple of them"
+        found.append(f"it must divide the model's {kv_heads} key-value heads, or be a multiple of them")
     if width and width % tp:
-        yield "parallel.tp", f"the model's intermediate size {width} cannot be divided by it"
+        found.append(f"the model's intermediate size {width} cannot be divided by it")
+    return "; ".join(found)
 
 
 def _experts(sizes: _Sizes, config: Config, device: Device | None) -> Iterator[Wrong]:

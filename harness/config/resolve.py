@@ -8,12 +8,12 @@ from harness.config.draft_rules import draft_rules
 from harness.config.engine_rules import choose_transport, code_rules, engine_rules
 from harness.config.facts import Device, Facts
 from harness.config.fp8_rules import fp8_rules
-from harness.config.layers import ConfigError, shown
+from harness.config.layers import shown
+from harness.config.mistakes import NOTHING_READ, Mistake, Reading, refuse
 from harness.config.model_rules import model_rules, padding_warnings
-from harness.config.rules import Wrong, config_rules, config_warnings
+from harness.config.rules import Wrong, config_rules, config_warnings, in_ranges
 from harness.config.schema import Config
 from harness.config.without_effect import unread_settings
-from harness.runtime.errors import UnsupportedEnvironment
 
 SECTIONS = tuple(each.name for each in fields(Config))
 SYNC_SECTIONS = ("run", "parallel", "network", "model", "engine", "weights", "memory")
@@ -36,25 +36,21 @@ class Resolved:
     """A line for each thing that could not be checked, and why."""
 
 
-def resolve(config: Config, facts: Facts = NOTHING_KNOWN, sections: Collection[str] = SECTIONS) -> Resolved:
+def resolve(
+    config: Config,
+    facts: Facts = NOTHING_KNOWN,
+    sections: Collection[str] = SECTIONS,
+    reading: Reading = NOTHING_READ,
+) -> Resolved:
     """Return the config as it will run.
 
-    Raise ConfigError, or UnsupportedEnvironment, one sentence, for what cannot work.
+    Raise ConfigError, or UnsupportedEnvironment, for all that cannot work, one sentence each.
 
-    sections: those that the job uses. Rules about keys of other sections do not apply.
+    sections: those that the job uses. Rules about keys of other sections do not apply. reading: who set which key, and
+    mistakes that were found before.
     """
-    device: Device | None = facts.device if config.engine.device == "auto" else config.engine.device
-    found = chain(
-        config_rules(config),
-        code_rules(config, facts),
-        fp8_rules(config, device),
-        draft_rules(config, facts, device),
-        engine_rules(config, facts, device),
-        model_rules(config, facts, device),
-    )
-    for wrong in chain(found, _prompt_rules(config, facts)):
-        if wrong.key.partition(".")[0] in sections:
-            raise (UnsupportedEnvironment if wrong.unsupported else ConfigError)(sentence(config, wrong))
+    refuse(reading.plus(mistakes(config, facts, sections)))
+    device = _device(config, facts)
     reasons = []
     resolved = replace(config, engine=replace(config.engine, device=device or config.engine.device))
     if config.rollout.has_both:
@@ -80,6 +76,29 @@ def resolve(config: Config, facts: Facts = NOTHING_KNOWN, sections: Collection[s
         warnings=tuple(warnings),
         not_checked=tuple(_not_checked(config, facts, device, sections)),
     )
+
+
+def mistakes(config: Config, facts: Facts, sections: Collection[str] = SECTIONS) -> Iterator[Mistake]:
+    """Yield everything that cannot work, as far as the facts tell."""
+    judged, out_of_range = in_ranges(config)
+    device = _device(judged, facts)
+    for wrong in chain(
+        out_of_range,
+        config_rules(judged),
+        code_rules(judged, facts),
+        fp8_rules(judged, device),
+        draft_rules(judged, facts, device),
+        engine_rules(judged, facts, device),
+        model_rules(judged, facts, device),
+        _prompt_rules(judged, facts),
+    ):
+        if wrong.key.partition(".")[0] in sections:
+            spoils = (wrong.key,) if wrong.alone else ()
+            yield Mistake(sentence(config, wrong), wrong.key, spoils, wrong.unsupported)
+
+
+def _device(config: Config, facts: Facts) -> Device | None:
+    return facts.device if config.engine.device == "auto" else config.engine.device
 
 
 def sentence(config: Config, wrong: Wrong) -> str:
@@ -118,3 +137,5 @@ def _not_checked(config: Config, facts: Facts, device: Device | None, sections: 
     for name, (known, what) in looked_at.items():
         if known is None and what and (name != "rows" or "task" in sections):
             yield f"{what}: {facts.unknown.get(name, 'unknown')}"
+    if why := facts.unknown.get("reward"):
+        yield f"task.reward = {shown(config.task.reward)}: {why}"

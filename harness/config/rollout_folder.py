@@ -32,13 +32,11 @@ def check_to_load(config: Config, ranks: Iterable[int], first: int = 0, *, steps
     if missing and not any(folder.glob(PATTERN)):
         raise ConfigError(f"{given} has no rollouts ({missing} is not there); give a folder that rollout.save wrote.")
     if missing and step == first:
-        mesh = "a run loads what as many ranks have saved, from the first step on"
+        mesh = "a run loads what as many ranks have saved, from its first step on"
         raise ConfigError(f"{given} lacks rollouts that this run needs: {missing} is not there, and {mesh}.")
     if missing:
-        enough = f"use run.steps = {step}, or give a folder that has them"
-        raise ConfigError(
-            f"{given} has the rollouts of {step} steps, and run.steps = {config.run.steps}: {missing} is not there; {enough}."
-        )
+        has = f"has the rollouts of {step} steps, and run.steps = {config.run.steps}: {missing} is not there"
+        raise ConfigError(f"{given} {has}; use run.steps = {step}, or give a folder that has them.")
 
 
 def check_to_save(config: Config) -> None:

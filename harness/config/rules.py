@@ -1,13 +1,14 @@
 """Rules about the config itself. engine_rules.py and model_rules.py have those that need a device, an sglang or a
 model.
 
-Each rule yields Wrong for the key that the user should change. resolve() makes the sentence.
+Each rule yields Wrong for the key that the user should change, and goes on. resolve() makes the sentences, and tells
+them all. A rule whose text names the other keys that it looks at is left out where one of these is wrong by itself.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from string import Formatter
 
 from harness.config.layers import nearest
@@ -26,6 +27,8 @@ class Wrong:
     """"must ...", or why it cannot work and what to do instead."""
     unsupported: bool = False
     """The setting is right, but not on this machine or with this sglang: exit code 125 instead of 2."""
+    alone: bool = False
+    """The value is wrong whatever the other keys are. Rules that look at it too are not judged then."""
 
 
 _AT_LEAST_1 = (
@@ -81,9 +84,8 @@ SEEN_FAILING = {
 
 
 def config_rules(config: Config) -> Iterator[Wrong]:
-    """Yield what is wrong on any machine, with any model and any data."""
+    """Yield what is wrong on any machine, with any model and any data. All values are in their ranges."""
     for rules in (
-        _ranges,
         _run,
         _task,
         _batches,
@@ -98,26 +100,37 @@ def config_rules(config: Config) -> Iterator[Wrong]:
         yield from rules(config)
 
 
+def in_ranges(config: Config) -> tuple[Config, list[Wrong]]:
+    """Return the config with the default in the place of each value that is out of its range, and these values."""
+    wrong = {each.key: each for each in _ranges(config)}
+    for section in {key.partition(".")[0] for key in wrong}:
+        values = getattr(config, section)
+        names = [each.name for each in fields(values) if f"{section}.{each.name}" in wrong]
+        defaults = {name: getattr(type(values)(), name) for name in names}
+        config = replace(config, **{section: replace(values, **defaults)})
+    return config, list(wrong.values())
+
+
 def _ranges(config: Config) -> Iterator[Wrong]:
     for section in fields(config):
         values = getattr(config, section.name)
-        for words, is_in, names in RANGES:
+        for words, is_in, names in reversed(RANGES):
             for key in names.split():
                 only, _, name = key.rpartition(".")
                 if only in ("", section.name) and hasattr(values, name) and not is_in(getattr(values, name)):
-                    yield Wrong(f"{section.name}.{name}", f"must be {words}")
+                    yield Wrong(f"{section.name}.{name}", f"must be {words}", alone=True)
 
 
 def _run(config: Config) -> Iterator[Wrong]:
     if ":" in config.run.dir:
-        yield Wrong("run.dir", "must have no colon: SGLang refuses one in the path of a model")
+        yield Wrong("run.dir", "must have no colon: SGLang refuses one in the path of a model", alone=True)
     for phase, seconds in config.run.phase_timeouts.items():
         key = f"run.phase_timeouts.{phase}"
         if phase not in PHASES:
             hint = nearest(phase, PHASES, f"the phases are {', '.join(PHASES)}")
-            yield Wrong(key, f"{phase} is not a phase; {hint}")
-        if type(seconds) not in (int, float) or not 0 < seconds <= 1e6:
-            yield Wrong(key, "must be a number of seconds above 0 and at most 1000000")
+            yield Wrong(key, f"{phase} is not a phase; {hint}", alone=True)
+        elif type(seconds) not in (int, float) or not 0 < seconds <= 1e6:
+            yield Wrong(key, "must be a number of seconds above 0 and at most 1000000", alone=True)
     if not config.rollout.has_both:
         why = "a checkpoint needs both engine and trainer, and rollout.load or rollout.only runs one of them; remove one of the two"
         for key in ("every", "resume"):
@@ -134,12 +147,18 @@ def _task(config: Config) -> Iterator[Wrong]:
     with suppress(ValueError):  # a single brace
         found = {part[1:] for part in Formatter().parse(task.template) if part[1] is not None}
     if found != {("question", "", None)}:
-        yield Wrong("task.template", "must have the field {question}, and only that one ({{ and }} are literal braces)")
+        yield Wrong(
+            "task.template",
+            "must have the field {question}, and only that one ({{ and }} are literal braces)",
+            alone=True,
+        )
     if not task.source:
-        yield Wrong("task.source", "must name at least one source")
+        yield Wrong("task.source", "must name at least one source", alone=True)
     if not is_reward(task.reward):
         names = ", ".join((*REWARDS, *HANDED_IN))
-        yield Wrong("task.reward", f"must be one of {names}, or your own as module:function or FILE.py:function")
+        yield Wrong(
+            "task.reward", f"must be one of {names}, or your own as module:function or FILE.py:function", alone=True
+        )
     for key in ("every", "before_train"):
         if getattr(validation, key) and not validation.source:
             yield Wrong(f"validation.{key}", "there are no prompts to validate on; set validation.source")
@@ -154,22 +173,33 @@ def _batches(config: Config) -> Iterator[Wrong]:
     each.
     """
     parallel, rollout = config.parallel, config.rollout
-    ranks = parallel.tp * parallel.pp
+    ranks = parallel.dp * parallel.tp * parallel.pp
     sequences = rollout.prompts_per_step * rollout.responses_per_prompt
-    if rollout.prompts_per_step % parallel.dp:
-        yield Wrong("rollout.prompts_per_step", f"must be a multiple of parallel.dp = {parallel.dp}")
-    elif (each := sequences // parallel.dp) % ranks:
-        what = f"each engine's {each} responses must be a multiple of its {ranks} ranks (parallel.tp x parallel.pp)"
-        yield Wrong("rollout.prompts_per_step", f"{what}; change it, or rollout.responses_per_prompt")
+    if uneven := _uneven(config):
+        yield Wrong("rollout.prompts_per_step", uneven)
     longest = config.task.max_prompt_tokens + rollout.max_response_tokens
     if 0 < config.actor.tokens_per_microbatch < longest:
         room = f"task.max_prompt_tokens + rollout.max_response_tokens = {longest}"
         yield Wrong("actor.tokens_per_microbatch", f"must be 0 (off) or at least {room}")
-    if config.actor.minibatch_size % (parallel.dp * ranks):
-        yield Wrong("actor.minibatch_size", f"must be a multiple of the {parallel.dp * ranks} ranks")
-    elif sequences % config.actor.minibatch_size:
+    if config.actor.minibatch_size % ranks:
+        mesh = "parallel.dp x parallel.tp x parallel.pp"
+        yield Wrong("actor.minibatch_size", f"must be a multiple of the {ranks} ranks ({mesh})")
+    elif sequences % config.actor.minibatch_size and not uneven:  # which changes the number of sequences
         step = "rollout.prompts_per_step x rollout.responses_per_prompt"
         yield Wrong("actor.minibatch_size", f"must divide the {sequences} sequences of a step ({step})")
+
+
+def _uneven(config: Config) -> str:
+    """Return why the prompts of a step cannot be shared equally by the engines and their ranks; "" if they can."""
+    parallel, rollout = config.parallel, config.rollout
+    if rollout.prompts_per_step % parallel.dp:
+        return f"must be a multiple of parallel.dp = {parallel.dp}"
+    ranks = parallel.tp * parallel.pp
+    each = rollout.prompts_per_step * rollout.responses_per_prompt // parallel.dp
+    if each % ranks:
+        what = f"each engine's {each} responses must be a multiple of its {ranks} ranks (parallel.tp x parallel.pp)"
+        return f"{what}; change it, or rollout.responses_per_prompt"
+    return ""
 
 
 def _rollout(config: Config) -> Iterator[Wrong]:
@@ -179,9 +209,9 @@ def _rollout(config: Config) -> Iterator[Wrong]:
             "rollout.stop_token_ids", "stop tokens have no effect with rollout.ignore_eos = true; remove one of the two"
         )
     if min(rollout.stop_token_ids, default=0) < 0:
-        yield Wrong("rollout.stop_token_ids", "must be token ids of 0 or more")
+        yield Wrong("rollout.stop_token_ids", "must be token ids of 0 or more", alone=True)
     if "" in rollout.stop:
-        yield Wrong("rollout.stop", "must be strings of at least one character")
+        yield Wrong("rollout.stop", "must be strings of at least one character", alone=True)
     if rollout.stop and config.engine.args.get("skip_tokenizer_init"):
         why = "SGLang needs its tokenizer to find stop strings; remove engine.args.skip_tokenizer_init"
         yield Wrong("rollout.stop", why)
@@ -215,7 +245,7 @@ def _algorithm(config: Config) -> Iterator[Wrong]:
 
 def _optimizers(config: Config) -> Iterator[Wrong]:
     if not all(0 <= beta < 1 for beta in config.actor.betas):
-        yield Wrong("actor.betas", "must be at least 0 and below 1")
+        yield Wrong("actor.betas", "must be at least 0 and below 1", alone=True)
     if config.actor.schedule == "constant" and config.actor.warmup_steps:
         yield Wrong("actor.schedule", 'this schedule ignores the warm-up; use "constant_with_warmup"')
 
@@ -223,7 +253,7 @@ def _optimizers(config: Config) -> Iterator[Wrong]:
 def _model(config: Config) -> Iterator[Wrong]:
     model = config.model
     if not model.name:
-        yield Wrong("model.name", f"must be a folder, a hub id, or one of {', '.join(TINY_MODELS)}")
+        yield Wrong("model.name", f"must be a folder, a hub id, or one of {', '.join(TINY_MODELS)}", alone=True)
     if model.overrides and model.name not in TINY_MODELS:
         only = f'only the tiny models ({", ".join(TINY_MODELS)}) have overrides, and model.name = "{model.name}"'
         yield Wrong(f"model.overrides.{next(iter(model.overrides))}", f"{only}; edit its config.json instead")
@@ -247,16 +277,18 @@ def _engine(config: Config) -> Iterator[Wrong]:
     arguments, parallel, transport = config.engine.args, config.parallel, config.weights.transport
     if arguments.get("preferred_sampling_params"):
         why = "SGLang would change log-probs by penalties that the trainer does not compute"
-        yield Wrong("engine.args.preferred_sampling_params", f"{why}; set the keys of [rollout] instead")
+        yield Wrong("engine.args.preferred_sampling_params", f"{why}; set the keys of [rollout] instead", alone=True)
     for key, names in DERIVED_ENGINE_ARGUMENTS.items():
         for name in names.split():
             if name in arguments:
-                yield Wrong(f"engine.args.{name}", f"the harness derives it from {key}; set that instead")
+                yield Wrong(f"engine.args.{name}", f"the harness derives it from {key}; set that instead", alone=True)
     fraction, tokens = arguments.get("mem_fraction_static", 0.5), arguments.get("max_total_tokens", 1)
     if type(fraction) not in (int, float) or not 0 < fraction <= 1:
-        yield Wrong("engine.args.mem_fraction_static", "must be a number above 0 and at most 1, such as 0.4")
+        yield Wrong(
+            "engine.args.mem_fraction_static", "must be a number above 0 and at most 1, such as 0.4", alone=True
+        )
     if type(tokens) is not int or tokens < 1:
-        yield Wrong("engine.args.max_total_tokens", "must be a whole number of at least 1")
+        yield Wrong("engine.args.max_total_tokens", "must be a whole number of at least 1", alone=True)
     if transport == "distributed" and parallel.pp > 1:
         why = "sglang gives every pipeline stage the same ranks of an update group"
         yield Wrong("weights.transport", f"{why}; use parallel.pp = 1 or another transport")
@@ -268,7 +300,7 @@ def _updates(config: Config) -> Iterator[Wrong]:
     for name in ("quantization", "torchao_config"):
         if value := arguments.get(name):
             known, instead = SEEN_FAILING.get(str(value), ""), 'or set model.rollout_precision = "fp8_block" instead'
-            yield Wrong(f"engine.args.{name}", f"{QUANTIZED}{known}; remove it, {instead}")
+            yield Wrong(f"engine.args.{name}", f"{QUANTIZED}{known}; remove it, {instead}", alone=True)
     if arguments.get("dp_size") not in (None, 1) and not arguments.get("enable_dp_attention"):
         why = "SGLang does not update the weights of data-parallel replicas"
         yield Wrong("engine.args.dp_size", f"{why}; use parallel.dp, or set engine.args.enable_dp_attention too")

@@ -64,7 +64,7 @@ def open_to_others(folder: Path) -> str:
 def check_run_folder(given: str) -> None:
     """Raise ConfigError if run.dir cannot be made, holds a run already, or is open to others. Do not make it."""
     if not given:
-        return
+        return check_writable("run.dir", "runs")  # which make_run_folder makes one in
     folder = Path(given).resolve()
     if (folder / CONFIG).exists() or (folder / EVENTS).exists():
         raise ConfigError(f"run.dir = {shown(given)} holds an earlier run; give another folder, or remove it.")

@@ -4,7 +4,8 @@
 Nothing here imports torch, so that --help, --dry-run and every mistake in a config are answered at once.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from harness.config.precision import QUANTIZED, Dtype, Precision, RolloutPrecision
@@ -17,12 +18,18 @@ DUAL_CLIP = 3.0
 """The policy's loss is at most this times the advantage's size where the advantage is negative (arXiv 1912.09729; verl:
 clip_ratio_c)."""
 
+ENGINE_MODELS = ("tokenizer_path", "speculative_draft_model_path")
+"""Entries of engine.args that name a model's folder, or a hub id."""
+READ, WRITTEN = {"path": "read"}, {"path": "written"}
+"""Marks of keys that name files: what a run reads, and folders that it writes to. `named_paths` lists them, and
+harness/tools/preflight.py checks each before a run."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Run:
     """How long the run is, its seed, its directory, and when it gives up."""
 
-    dir: str = ""
+    dir: str = field(default="", metadata=WRITTEN)
     """Directory that the run writes to. It must not hold another run. Empty: runs/<date>-<time>."""
     steps: int = 3
     """Number of PPO steps. Use at least 2: many failures appear only in the second step."""
@@ -78,7 +85,7 @@ class Network:
 class Model:
     """The model that actor, critic and reference start from."""
 
-    name: str = "qwen2"
+    name: str = field(default="qwen2", metadata=READ)
     """A local folder, a hub id (OWNER/NAME), or a tiny random model: qwen2, qwen3, llama, qwen3_moe, deepseek_v3 or
     moonlight."""
     dtype: Dtype = "float32"
@@ -142,7 +149,7 @@ class Engine:
 class Task:
     """Prompts, and the reward that scores a response."""
 
-    source: tuple[str, ...] = ("arithmetic",)
+    source: tuple[str, ...] = field(default=("arithmetic",), metadata=READ)
     """Where the prompts come from: a jsonl or parquet file, a folder of them, a hub id, or arithmetic (word problems
     made on the spot); several are read one after the other. A row has question and answer, or verl's fields: prompt (a
     list of messages), reward_model.ground_truth and data_source."""
@@ -159,7 +166,7 @@ class Task:
     """Longest prompt, in tokens. task.long_prompts says what happens to longer ones."""
     long_prompts: Literal["filter", "error"] = "filter"
     """What to do with prompts longer than max_prompt_tokens. filter: leave them out. error: fail, naming the row."""
-    reward: str = "gsm8k"
+    reward: str = field(default="gsm8k", metadata=READ)
     """How a response is scored. gsm8k: 1 if the number after #### is right, however it is written. gsm8k_strict: the
     same, read as verl reads it. math: 1 if math-verify finds the ground truth. math_strict: 1 if the last \\boxed{} has
     it, compared as verl compares it. digits: the share of characters that are digits. data_source: gsm8k_strict or
@@ -201,9 +208,9 @@ class Rollout:
     """What to do with the experts that each token took in the engine, for a mixture of experts. record: compare them
     with the trainer's own choice in the metrics routing/, and save them with rollout.save. replay: the actor's
     log-probs and updates also take the engine's experts, with the weights that the trainer's routers give them."""
-    save: str = ""
+    save: str = field(default="", metadata=WRITTEN)
     """Folder in which to save each step's responses, log-probs and scores."""
-    load: str = ""
+    load: str = field(default="", metadata=READ)
     """Folder that a run with rollout.save wrote: the trainer learns from it, without an engine."""
     only: bool = False
     """Whether to run the engine alone: generate, score and save, on the model's own checkpoint."""
@@ -223,7 +230,7 @@ class Rollout:
 class Validation:
     """Prompts that are only scored, never trained on. For rewards of 0 and 1 the mean is the accuracy."""
 
-    source: tuple[str, ...] = ()
+    source: tuple[str, ...] = field(default=(), metadata=READ)
     """Where the prompts come from, as for task.source. Empty: no validation. Otherwise there is one after the last
     step."""
     split: str = "test"
@@ -334,7 +341,7 @@ class Weights:
     bucket_size_mib: int = 512
     """Size limit of one update call, in MiB; for pull, of the receive buffer for shards of other hosts. A tensor, or
     tensors that SGLang fuses, are never split, even beyond it."""
-    folder: str = ""
+    folder: str = field(default="", metadata=WRITTEN)
     """Where checkpoints for disk, and for verify = full, are written. All hosts must share it. Empty: the run
     directory."""
     verify: Literal["off", "log_probs", "bytes", "full"] = "log_probs"
@@ -364,12 +371,12 @@ class Checkpoint:
     every: int = 0
     """Number of steps between two checkpoints. 0: none. Otherwise one is also saved after the last step, and when
     SIGTERM ends the run."""
-    folder: str = ""
+    folder: str = field(default="", metadata=WRITTEN)
     """Where the checkpoints, folders step-N, are made. All hosts must share it. Empty: checkpoints/ in the run
     directory."""
     keep: int = 0
     """Number of checkpoints to keep, the newest. 0: all."""
-    resume: str = ""
+    resume: str = field(default="", metadata=READ)
     """The checkpoint to resume from: a folder step-N, or latest, the newest in checkpoint.folder. With latest and no
     checkpoint yet, the run starts from the beginning. It writes to a new run directory in any case."""
 
@@ -412,3 +419,23 @@ class Config:
         steps = self.run.steps - self.algorithm.critic_warmup * (role == "actor")
         sequences = self.rollout.prompts_per_step * self.rollout.responses_per_prompt
         return max(0, steps) * (sequences // self.actor.minibatch_size) * self.actor.ppo_epochs
+
+
+def named_paths(
+    config: Config, use: Literal["read", "written"], sections: Collection[str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield each key that names what a run reads, or a folder that it writes to, with a value; a list has several.
+
+    sections: those of the config that the job uses; None: all. A value that is read may be another name than a path,
+    such as a hub id.
+    """
+    for section in fields(config):
+        values = getattr(config, section.name)
+        for each in fields(values) if sections is None or section.name in sections else ():
+            given = getattr(values, each.name) if each.metadata.get("path") == use else ()
+            for value in (given,) if isinstance(given, str) else given:
+                if value:
+                    yield f"{section.name}.{each.name}", value
+    if use == "read" and (sections is None or "engine" in sections):
+        names = {f"engine.args.{name}": config.engine.args.get(name) for name in ENGINE_MODELS}
+        yield from ((key, given) for key, given in names.items() if given and isinstance(given, str))

@@ -17,11 +17,9 @@ from pathlib import Path
 
 APPEARED, MISTAKE, CANNOT_RUN_HERE, STOPPED = 1, 2, 125, 143
 
-SPEAK_FIRST_SECONDS = 1.0
-"""How long the other ranks wait for rank 0 to print: torchrun ends all ranks as soon as one exits."""
-SPEAK_ALONE_SECONDS = 3.0
-"""How long a rank waits whose mistake rank 0 may not have. If rank 0 has it too, torchrun has ended this rank by
-then."""
+SPEAK_FIRST_SECONDS = 3.0
+"""How long the other ranks wait for rank 0 to look at its host and print: torchrun ends all ranks as soon as one
+exits. A rank whose mistake rank 0 does not have speaks then."""
 TORCHRUN_SECONDS = 60.0
 """How long torchrun may take to end after its first rank; it sends SIGKILL to the other ranks after 30."""
 SPEAKS_LAST = "HARNESS_SPEAKS_LAST"
@@ -48,16 +46,18 @@ def rank_in(environment: Mapping[str, str]) -> int:
 
 
 def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
-    """Print the sentence on rank 0 and return the exit code. Under torchrun, print it again below torchrun's report.
+    """Print the sentence, or each of several, on rank 0 and return the exit code. Under torchrun, print it again below torchrun's report.
 
     alone: the other ranks may not have this mistake, so each rank prints its own unless rank 0 has ended the run
     before.
     """
     if rank:
-        time.sleep(SPEAK_ALONE_SECONDS if alone else SPEAK_FIRST_SECONDS)
+        time.sleep(SPEAK_FIRST_SECONDS)
     if rank == 0 or alone:
         label = {Stopped: "stopped", Found: "found"}.get(type(error), "error")
-        say_twice(f"{label}: {error}\n" if rank == 0 else f"{label} on rank {rank}: {error}\n")
+        label = label if rank == 0 else f"{label} on rank {rank}"
+        # One line for each of several mistakes of a config.
+        say_twice("".join(f"{label}: {line}\n" for line in str(error).split("\n")))
     if isinstance(error, Stopped | Found):
         return STOPPED if isinstance(error, Stopped) else APPEARED
     return CANNOT_RUN_HERE if isinstance(error, UnsupportedEnvironment) else MISTAKE

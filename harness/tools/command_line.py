@@ -24,15 +24,17 @@ from harness.config.layers import (
     VERL_SECTIONS,
     ConfigError,
     Layer,
-    build_config,
+    apply_layers,
     key_types,
+    left_out,
     nearest,
     override_layer,
     read_layer,
-    refuse_redacted,
     toml_value,
 )
+from harness.config.mistakes import Mistake, Reading, refuse
 from harness.config.resolve import SECTIONS, resolve
+from harness.config.rules import in_ranges
 from harness.config.schema import Config
 from harness.tools.fault_spec import check_fault
 
@@ -68,7 +70,7 @@ class RunOptions:
 
 
 class Command(NamedTuple):
-    """A parsed command line. Its config has passed the rules that need no facts."""
+    """A command line that was read."""
 
     config: Config
     options: RunOptions
@@ -76,6 +78,8 @@ class Command(NamedTuple):
     """The TOML files."""
     overrides: tuple[tuple[str, str], ...]
     """The keys that --section.key VALUE sets, over the files."""
+    reading: Reading
+    """Who set which key, and what is wrong with the words themselves. Rules about values are resolve()'s."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,28 +96,60 @@ def parse(
     sections: Collection[str] = SECTIONS,
     base: Sequence[Layer] = (),
 ) -> Command:
-    """Read `[FILE.toml ...] [--section.key VALUE ...] [--dry-run ...]`. Raise ConfigError for anything else.
+    """Read a command line as read_command does. Raise ConfigError for all that is wrong with it on any machine.
+
+    sections: those of the config that the script uses.
+    """
+    command = read_command(arguments, script_options, base)
+    # For what it refuses; a run fills in "auto" once it knows its facts.
+    resolve(command.config, sections=sections, reading=command.reading)
+    return command
+
+
+def read_command(arguments: Sequence[str], script_options: type | None = None, base: Sequence[Layer] = ()) -> Command:
+    """Read `[FILE.toml ...] [--section.key VALUE ...] [--dry-run ...]`.
+
+    Raise ConfigError where the config cannot be known at all: for files that cannot be read, and options with wrong
+    values. Other mistakes are in the result, so that they can be told together with those that need more facts.
 
     script_options: the options that the script itself has read, for the hint at the nearest one.
-    sections: those of the config that the script uses.
     base: layers that were read already; files and options come over them.
     """
     options, rest = _parse_known(RunOptions, arguments)
-    files, overrides = _split(rest, script_options or RunOptions)
+    words = _split(rest, script_options or RunOptions)
     if options.inject:
-        overrides = [pair for pair in overrides if pair[0] != "run.inject"]
-        overrides.append(("run.inject", json.dumps(options.inject)))
-    config = build_config([*base, *map(read_layer, files), override_layer(overrides)])
+        words.overrides = [pair for pair in words.overrides if pair[0] != "run.inject"]
+        words.overrides.append(("run.inject", json.dumps(options.inject)))
+    layers = [*base, *_read_files(words), override_layer(words.overrides)]
+    config, reading = apply_layers(layers)
+    reading = reading.plus(words.mistakes)
     if not base:
-        refuse_redacted(config)
-    resolve(config, sections=sections)  # for what it refuses; a run fills in "auto" once it knows its facts
+        reading = reading.plus(left_out(config))
+    judged, out_of_range = in_ranges(config)
+    if "parallel" not in reading.spoilt_sections | {each.key.partition(".")[0] for each in out_of_range}:
+        reading = reading.plus([*_wrong_faults(judged), *_wrong_options(options, judged)])
+    return Command(config, options, tuple(words.files), tuple(words.overrides), reading)
+
+
+def _read_files(words: "_Words") -> list[Layer]:
+    """Read the TOML files. Raise ConfigError for all that cannot be read, and what else is wrong with the words."""
+    layers = []
+    for file in words.files:
+        try:
+            layers.append(read_layer(file))
+        except ConfigError as error:
+            words.mistakes.append(Mistake(str(error)))
+    if len(layers) < len(words.files):
+        refuse(Reading(mistakes=tuple(words.mistakes)))
+    return layers
+
+
+def _wrong_faults(config: Config) -> Iterator[Mistake]:
     for text in config.run.inject:
         try:
             check_fault(text, config)
         except ValueError as error:
-            raise ConfigError(f'run.inject = "{text}" cannot work: {error}.') from error
-    _check_options(options, config)
-    return Command(config, options, tuple(files), tuple(overrides))
+            yield Mistake(f'run.inject = "{text}" cannot work: {error}.', "run.inject")
 
 
 def refuse_plan_options(options: RunOptions) -> None:
@@ -186,35 +222,53 @@ def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
     sys.exit(code)
 
 
-def _split(words: list[str], options: type) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the TOML files, and the keys of the config with their values."""
-    files: list[str] = []
-    overrides: list[tuple[str, str]] = []
+@dataclass(kw_only=True, slots=True)
+class _Words:
+    """The words of a command line that are not options."""
+
+    files: list[str] = field(default_factory=list)
+    overrides: list[tuple[str, str]] = field(default_factory=list)
+    """Keys of the config with their values."""
+    mistakes: list[Mistake] = field(default_factory=list)
+
+
+def _split(words: list[str], options: type) -> _Words:
+    """Return the TOML files, the keys of the config with their values, and what is neither."""
+    found = _Words()
     kinds, rest = key_types(), list(words)
     while rest:
         word = rest.pop(0)
-        key, has_value, value = word.removeprefix("--").replace("-", "_").partition("=")
+        key, has_value, _ = word.removeprefix("--").replace("-", "_").partition("=")
+        value_follows = bool(rest) and not rest[0].startswith("--")
         if not word.startswith("--"):
-            if not word.endswith(".toml"):
-                what = f'"{word}" ({COMMAND_LINE}) must be a TOML file or an option'
-                is_verls = word.lstrip("+~").partition(".")[0] in VERL_SECTIONS
-                raise ConfigError(f"{what}; {OF_VERL if is_verls else 'write --section.key VALUE, or FILE.toml'}.")
-            files.append(word)
-            continue
-        if " " in key:
-            raise ConfigError(f'"{word}" ({COMMAND_LINE}) is one word; write {word} without quotes around it.')
-        if "." not in key:
-            raise unknown_option(options, word, _key_of_name(key, kinds))
-        if has_value:
-            value = word.partition("=")[2]
+            if word.endswith(".toml"):
+                found.files.append(word)
+            else:
+                found.mistakes.append(Mistake(_neither(word)))
+        elif " " in key:
+            what = f'"{word}" ({COMMAND_LINE}) is one word; write {word} without quotes around it.'
+            found.mistakes.append(Mistake(what, spoils=(key.partition(" ")[0],)))
+        elif "." not in key:
+            found.mistakes.append(Mistake(str(unknown_option(options, word, _key_of_name(key, kinds)))))
+            if value_follows and not has_value and not rest[0].endswith(".toml"):
+                rest.pop(0)
+        elif has_value:
+            found.overrides.append((key, word.partition("=")[2]))
         elif kinds.get(key) is bool and (not rest or rest[0] not in ("true", "false")):
-            value = "true"  # --model.packed without a value
-        elif rest and not rest[0].startswith("--"):
-            value = rest.pop(0)
+            found.overrides.append((key, "true"))  # --model.packed without a value
+        elif value_follows:
+            found.overrides.append((key, rest.pop(0)))
         else:
-            raise ConfigError(f"--{key} ({COMMAND_LINE}) has no value; write --{key} VALUE.")
-        overrides.append((key, value))
-    return files, overrides
+            what = f"--{key} ({COMMAND_LINE}) has no value; write --{key} VALUE."
+            found.mistakes.append(Mistake(what, key, spoils=(key,)))
+    return found
+
+
+def _neither(word: str) -> str:
+    """Return the sentence about a word that is neither a file nor an option."""
+    what = f'"{word}" ({COMMAND_LINE}) must be a TOML file or an option'
+    is_verls = word.lstrip("+~").partition(".")[0] in VERL_SECTIONS
+    return f"{what}; {OF_VERL if is_verls else 'write --section.key VALUE, or FILE.toml'}."
 
 
 def _key_of_name(name: str, keys: Iterable[str]) -> str:
@@ -223,23 +277,27 @@ def _key_of_name(name: str, keys: Iterable[str]) -> str:
     return f"write {' or '.join(found)}" if found else "config keys are written --section.key VALUE"
 
 
-def _check_options(options: RunOptions, config: Config) -> None:
-    """Check combinations of options, and derive nproc_per_node if it is not given."""
+def _wrong_options(options: RunOptions, config: Config) -> Iterator[Mistake]:
+    """Yield combinations of options that cannot be. If there are none, derive nproc_per_node unless it is given."""
     hosts, lists = options.nnodes, len(options.cuda_visible_devices)
     ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
     unused = f"({COMMAND_LINE}) is for --dry-run; add it"
     even = f"must divide the mesh of {ranks} ranks, got {hosts}; or give --nproc-per-node"
     each = f"must be given once, or once for each of --nnodes {hosts}, got {lists}"
-    for kept, option, text in (
-        (options.dry_run or options.check or not lists, "cuda-visible-devices", unused),
-        (hosts >= 1, "nnodes", f"must be at least 1, got {hosts}"),
-        (options.nproc_per_node >= 0, "nproc-per-node", f"must be at least 0, got {options.nproc_per_node}"),
-        (lists in (0, 1, hosts), "cuda-visible-devices", each),
-        (options.nproc_per_node or ranks % max(hosts, 1) == 0, "nnodes", even),
-    ):
-        if not kept:
-            raise ConfigError(f"--{option} {text}.")
-    options.nproc_per_node = options.nproc_per_node or ranks // hosts
+    wrong = [
+        Mistake(f"--{option} {text}.")
+        for kept, option, text in (
+            (options.dry_run or options.check or not lists, "cuda-visible-devices", unused),
+            (hosts >= 1, "nnodes", f"must be at least 1, got {hosts}"),
+            (options.nproc_per_node >= 0, "nproc-per-node", f"must be at least 0, got {options.nproc_per_node}"),
+            (lists in (0, 1, hosts), "cuda-visible-devices", each),
+            (options.nproc_per_node or ranks % max(hosts, 1) == 0, "nnodes", even),
+        )
+        if not kept
+    ]
+    yield from wrong
+    if not wrong:
+        options.nproc_per_node = options.nproc_per_node or ranks // hosts
 
 
 def _parse_known(kind: type[T], words: Sequence[str]) -> tuple[T, list[str]]:

@@ -14,18 +14,21 @@ import os
 import shlex
 import struct
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.checkpoint_folder import checkpoint_to_resume
 from harness.config.facts import Device, Facts
 from harness.config.layers import ConfigError
+from harness.config.mistakes import NOTHING_READ, Mistake, Reading
 from harness.config.model_fields import is_hub_model, model_fields
 from harness.config.resolve import SECTIONS, Resolved, resolve
+from harness.config.rollout_folder import check_to_load, check_to_save
+from harness.config.rules import in_ranges
 from harness.config.run_folder import check_run_folder, check_writable
-from harness.config.schema import Config
+from harness.config.schema import Config, named_paths
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api import source
 from harness.rollout.sglang_api.engine_facts import engine_facts
@@ -33,12 +36,15 @@ from harness.rollout.sglang_api.unasked_code import unasked_code
 from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.data import Row, file_of, is_hub_id, load_rows
+from harness.task.rewards import is_reward
 from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools import environments
-from harness.tools.command_line import parse
+from harness.tools.command_line import read_command
 from harness.tools.rewards.more_rewards import check_math_verify, check_reward
+from harness.tools.rewards.own_reward import is_of_module
 from harness.tools.trackers.trackers import check_trackers
 
+T = TypeVar("T")
 LARGEST_CHECKED = 16 << 20  # bytes of a file of rows that is read before the run
 LONGEST_HEADER = 100 << 20  # bytes; safetensors itself refuses more
 HUB_SECONDS = 10.0  # how long the hub may take to answer
@@ -51,15 +57,24 @@ CAUSAL_MODELS = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAM
 """Where transformers lists its causal language models by model_type."""
 
 
-def check_plan(config: Config, *, device: Device = "cuda", whole_model: bool = True) -> Resolved:
+def check_plan(
+    config: Config,
+    *,
+    device: Device = "cuda",
+    whole: bool = True,
+    ranks: Sequence[int] = (0,),
+    reading: Reading = NOTHING_READ,
+) -> Resolved:
     """Resolve the config for a machine that may not be this one.
 
-    Raise ValueError or UnsupportedEnvironment, one sentence.
+    Raise ConfigError or UnsupportedEnvironment, for all mistakes at once.
 
     device: what engine.device = "auto" means; CUDA has more rules. A hub's model is looked up in the local cache only.
-    whole_model: whether a model's folder must have the tokenizer and the weights too, and not only config.json.
+    whole: False for a plan alone, for which config.json is enough of a model, and nothing is written. ranks: those of
+    the first host. reading: who set which key, and what is wrong with the command line.
     """
-    return resolve(config, gather_facts(config, device=device, on_hub=False, whole_model=whole_model))
+    search = Search(config, reading=reading, ranks=ranks, writes=whole, whole_model=whole)
+    return search.resolve(device)
 
 
 def go_on_in_environment() -> None:
@@ -67,69 +82,215 @@ def go_on_in_environment() -> None:
 
     More can be checked there.
     """
-    if importlib.util.find_spec("sglang") is None:
+    if not has_sglang():
         environments.restart_in_environment()
 
 
-def check_here(config: Config, sections: Collection[str] = SECTIONS) -> Resolved:
-    """Resolve the config for this host. Raise ValueError or UnsupportedEnvironment, one sentence."""
-    check_interface(config.network.interface, os.environ)
-    why_no_gpu = no_gpu(os.environ)
-    device: Device = "cpu" if why_no_gpu else "cuda"
-    facts = gather_facts(config, sections, device, why_no_gpu, os.environ, on_hub=True)
-    return resolve(config, facts, sections)
+def has_sglang() -> bool:
+    """Return whether this Python has sglang: whether it is the one that will run the ranks."""
+    return importlib.util.find_spec("sglang") is not None
 
 
-def gather_facts(
+def check_here(
     config: Config,
     sections: Collection[str] = SECTIONS,
-    device: Device = "cuda",
-    why_no_gpu: str = "",
-    environment: Mapping[str, str] | None = None,
     *,
-    on_hub: bool,
-    whole_model: bool = True,
-) -> Facts:
-    """Return what can be known without torch and without other ranks. Raise ConfigError for a broken file.
+    ranks: Sequence[int] = (0,),
+    writes: bool = False,
+    reading: Reading = NOTHING_READ,
+) -> Resolved:
+    """Resolve the config for this host. Raise ConfigError or UnsupportedEnvironment, for all mistakes at once.
 
-    device: what engine.device = "auto" means. on_hub: whether to ask the hub, and to download a config.json from it.
-    whole_model: as in check_plan.
+    ranks: those of this host. writes: whether one of them is rank 0, which writes most files. reading: as for
+    check_plan.
     """
-    engine_device: Device = device if config.engine.device == "auto" else config.engine.device
-    unknown: dict[str, str] = {}
-    sglang = model_types = overridable = rows = None
-    try:
-        sglang = engine_facts(sglang_api.probe())
-    except ModuleNotFoundError:
-        unknown["sglang"] = "sglang is not installed in this Python"
-    try:
-        tree = source.installed("transformers")
-        model_types = causal_model_types(tree)
-        overridable = overridable_fields(tree, config.model.name) if is_tiny(config.model.name) else None
-    except ModuleNotFoundError:
-        unknown["model_types"] = "transformers is not installed in this Python"
-    check_model_files(config, whole_model)
-    if on_hub and is_hub_model(config.model.name):
-        _look_up("model", "model.name", config.model.name)
-    model = model_fields(config.model.name, config.model.overrides, engine_device, download=on_hub)
-    if model is None:
-        unknown["model"] = "it is on the hub, and not in the cache of this machine"
-    checkpoint_to_resume(config, steps_are_known=not config.run.epochs)
-    if "task" in sections:
-        rows, why = count_rows(config, on_hub)
-        unknown["rows"] = why
-    return Facts(
-        device=device,
-        why_no_gpu=why_no_gpu,
-        environment=environment,
-        sglang=sglang,
-        model=model,
-        code=unasked_code(config, download=on_hub),
-        model_types=model_types,
-        overridable=overridable,
-        rows=rows,
-        unknown=unknown,
-    )
+    return _resolve_here(Search(config, sections, reading=reading, ranks=ranks, writes=writes, on_hub=True))
+
+
+def _resolve_here(search: "Search") -> Resolved:
+    why_no_gpu = no_gpu(os.environ)
+    search.attempt("network.interface", check_interface, search.config.network.interface, os.environ)
+    if search.writes:  # rank 0 alone has trackers
+        search.attempt("trackers.names", check_trackers, search.config)
+    return search.resolve("cpu" if why_no_gpu else "cuda", why_no_gpu, os.environ)
+
+
+class Search:
+    """Collects the facts about a config that can be known without torch and without other ranks, and its mistakes."""
+
+    def __init__(
+        self,
+        config: Config,
+        sections: Collection[str] = SECTIONS,
+        *,
+        reading: Reading = NOTHING_READ,
+        ranks: Sequence[int] = (0,),
+        writes: bool = False,
+        whole_model: bool = True,
+        on_hub: bool = False,
+    ) -> None:
+        """whole_model: whether a model needs its tokenizer and its weights, and not only config.json. on_hub: whether
+        to ask the hub, and to download a config.json from it. The others are as for check_here.
+        """
+        self.given, self.sections, self.reading, self.ranks = config, sections, reading, ranks
+        self.writes, self.whole_model, self.on_hub = writes, whole_model, on_hub
+        self.config, out_of_range = in_ranges(config)
+        self.spoilt = reading.spoilt_sections | {each.key.partition(".")[0] for each in out_of_range}
+        """Sections of which a key is not known."""
+        self.found: list[Mistake] = []
+        self.unknown: dict[str, str] = {}
+        """For a fact that is not known: why, as part of a sentence."""
+        self.rows: dict[str, list[Row]] = {}
+        """Section that names the rows -> those that could be read."""
+
+    def resolve(self, device: Device, why_no_gpu: str = "", environment: Mapping[str, str] | None = None) -> Resolved:
+        """Look at everything, and resolve the config. Raise what is wrong."""
+        facts = self.facts(device, why_no_gpu, environment)
+        return resolve(self.given, facts, self.sections, self.reading.plus(self.found))
+
+    def facts(self, device: Device, why_no_gpu: str, environment: Mapping[str, str] | None) -> Facts:
+        """Return what is known, for a device that is meant by engine.device = "auto"."""
+        config = self.config
+        sglang = model_types = overridable = None
+        try:
+            sglang = engine_facts(sglang_api.probe())
+        except ModuleNotFoundError:
+            self.unknown["sglang"] = "sglang is not installed in this Python"
+        try:
+            tree = source.installed("transformers")
+            model_types = causal_model_types(tree)
+            overridable = overridable_fields(tree, config.model.name) if is_tiny(config.model.name) else None
+        except ModuleNotFoundError:
+            self.unknown["model_types"] = "transformers is not installed in this Python"
+        self.look_at_paths()
+        model = None
+        is_there = "model" not in self.spoilt and not any(each.key == "model.name" for each in self.found)
+        if is_there:
+            device_of_model: Device = device if config.engine.device == "auto" else config.engine.device
+            words = config.model.name, config.model.overrides, device_of_model
+            model = self.attempt("model.name", model_fields, *words, download=self.on_hub)
+        if model is None:
+            self.unknown["model"] = "it is on the hub, and not in the cache of this machine"
+        return Facts(
+            device=device,
+            why_no_gpu=why_no_gpu,
+            environment=environment,
+            sglang=sglang,
+            model=model,
+            code=self.attempt("model.name", unasked_code, config, download=self.on_hub and is_there) or {},
+            model_types=model_types,
+            overridable=overridable,
+            rows=len(self.rows["task"]) if "task" in self.rows and "rows" not in self.unknown else None,
+            unknown=self.unknown,
+        )
+
+    def look_at_paths(self) -> None:
+        """Check every file and folder that the config names. Nothing is made, and no code of the user's runs."""
+        named = {key for key, _ in named_paths(self.config, "read", self.sections)}
+        if self.writes:
+            named |= {"run.dir"} | {key for key, _ in named_paths(self.config, "written", self.sections)}
+        for key, check in CHECKS.items():
+            is_known = key not in DESCRIBED or key.partition(".")[0] not in self.spoilt
+            if key in named and is_known:
+                self.attempt(key, check, self)
+
+    def model(self) -> None:
+        """Check that the model is there, with all of its files."""
+        name = self.config.model.name
+        check_model_files(self.config, self.whole_model)
+        if self.on_hub and is_hub_model(name):
+            _look_up("model", "model.name", name)
+
+    def engine_model(self, name: str) -> None:
+        """Check that another model of the engine is there, which engine.args names."""
+        given = self.config.engine.args[name]
+        if not Path(given).exists() and not is_hub_model(given):
+            remedy = "give a folder that exists, or a hub id (OWNER/NAME)"
+            raise ConfigError(f'engine.args.{name} = "{given}" is not a folder here; {remedy}.')
+
+    def task(self) -> None:
+        """Read the rows to train on, as far as that is possible at once."""
+        task = self.config.task
+        self._read("task", task.source, task.split, task.rows, task.rows_seed)
+
+    def validation(self) -> None:
+        """Read the rows to validate on, as far as that is possible at once."""
+        wanted = self.config.validation
+        self._read("validation", wanted.source, wanted.split, wanted.rows, wanted.rows_seed)
+
+    def _read(self, section: str, sources: Sequence[str], split: str, rows: int, seed: int) -> None:
+        before = len(self.found)
+        for each in sources:
+            self.attempt(f"{section}.source", find_rows, each, split)
+        if len(self.found) > before:
+            return
+        self.rows[section], why = read_rows(sources, split, rows, seed)
+        if why:
+            self.unknown.setdefault("rows", why if section == "task" else f"validation.source: {why}")
+        for name in filter(is_hub_id, sources) if self.on_hub else ():
+            _look_up("dataset", f"{section}.source", name)
+
+    def reward(self) -> None:
+        """Check the reward, and whether it can score the rows."""
+        name = self.config.task.reward
+        if not is_reward(name):  # of which a rule tells
+            return
+        if is_of_module(name) and not has_sglang():
+            self.unknown["reward"] = "this is not the Python that will import it"
+            return
+        check_reward(name, [row for rows in self.rows.values() for row in rows])
+        if self.on_hub:
+            check_math_verify(name)
+
+    def saved_rollouts(self) -> None:
+        """Check that the responses to learn from are there."""
+        check_to_load(self.config, self.ranks, steps_are_known=not self.config.run.epochs)
+
+    def folder_to_save(self) -> None:
+        """Check where responses will be saved."""
+        check_writable("rollout.save", self.config.rollout.save)
+        check_to_save(self.config)
+
+    def checkpoint(self) -> None:
+        """Check the checkpoint to resume from."""
+        checkpoint_to_resume(self.config, steps_are_known=not self.config.run.epochs)
+
+    def checkpoints(self) -> None:
+        """Check where checkpoints will be saved."""
+        if self.config.checkpoint.every:
+            check_writable("checkpoint.folder", self.config.checkpoint.folder)
+            if not self.config.checkpoint.resume:  # otherwise self.checkpoint asks
+                self.checkpoint()
+
+    def attempt(self, key: str, check: Callable[..., T], *given: Any, **options: Any) -> T | None:
+        """Return what a check returns. Keep what it raises as a mistake of this key, and return None."""
+        try:
+            return check(*given, **options)
+        except ValueError as error:
+            self.found.append(Mistake(f"{str(error).removesuffix('.')}.", key))
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            self.found.append(Mistake(f"{key} cannot be used: {where}{error.strerror}; give another path.", key))
+        return None
+
+
+CHECKS: Mapping[str, Callable[[Search], None]] = {
+    "run.dir": lambda search: check_run_folder(search.config.run.dir),
+    "model.name": Search.model,
+    "engine.args.tokenizer_path": lambda search: search.engine_model("tokenizer_path"),
+    "engine.args.speculative_draft_model_path": lambda search: search.engine_model("speculative_draft_model_path"),
+    "task.source": Search.task,
+    "validation.source": Search.validation,
+    "task.reward": Search.reward,
+    "rollout.load": Search.saved_rollouts,
+    "rollout.save": Search.folder_to_save,
+    "weights.folder": lambda search: check_writable("weights.folder", search.config.weights.folder),
+    "checkpoint.folder": Search.checkpoints,
+    "checkpoint.resume": Search.checkpoint,
+}
+"""Each key that names files (schema.named_paths) -> its check, in this order. It raises ValueError or OSError."""
+DESCRIBED = ("model.name", "task.source", "validation.source")
+"""Keys whose files the other keys of their section describe: looked at only if all of these are known."""
 
 
 def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
@@ -162,35 +323,27 @@ def check_rank(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     sections: Collection[str] = SECTIONS,
+    reading: Reading = NOTHING_READ,
 ) -> None:
-    """Call check_started and, on the first rank of each host, check_here; rank 0 prints its warnings.
+    """Check that torchrun started this process; on the first rank of each host, check everything that can be known
+    there. Rank 0 prints the warnings.
 
-    Raise ValueError.
+    reading: as for check_plan. Raise ValueError, or UnsupportedEnvironment.
     """
-    check_started(config, script, arguments, environment)
+    if "RANK" not in environment:  # what is wrong with the words comes first
+        resolve(config, sections=sections, reading=reading)
+        check_started(config, script, arguments, environment)
     if environment.get("LOCAL_RANK", "0") != "0":
         return
-    if environment["RANK"] == "0":
-        check_trackers(config)
-        check_run_folder(config.run.dir)
-        for key, given in written_folders(config, sections).items():
-            check_writable(key, given)
-    resolved = check_here(
-        config, sections
-    )  # for what it refuses and warns of; the run resolves it with what its inputs tell
-    if environment["RANK"] == "0":
+    rank = int(environment["RANK"])
+    ranks = range(rank, rank + int(environment.get("LOCAL_WORLD_SIZE", "1")))
+    search = Search(config, sections, reading=reading, ranks=ranks, writes=rank == 0, on_hub=True)
+    search.attempt("parallel.dp", check_started, search.config, script, arguments, environment)
+    # For what it refuses and warns of; the run resolves it with what its inputs tell.
+    resolved = _resolve_here(search)
+    if rank == 0:
         for sentence in resolved.warnings:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
-
-
-def written_folders(config: Config, sections: Collection[str] = SECTIONS) -> dict[str, str]:
-    """Return the keys, apart from run.dir, that name a folder which rank 0 will write to, with the folder."""
-    given = {
-        "weights.folder": config.weights.folder,
-        "rollout.save": config.rollout.save,
-        "checkpoint.folder": config.checkpoint.folder if config.checkpoint.every else "",
-    }
-    return {key: folder for key, folder in given.items() if folder and key.split(".")[0] in sections}
 
 
 def no_gpu(environment: Mapping[str, str] = os.environ) -> str:
@@ -212,24 +365,10 @@ def device_of(config: Config) -> Device:
     return "cpu" if no_gpu() else "cuda"
 
 
-def count_rows(config: Config, on_hub: bool) -> tuple[int | None, str]:
-    """Return how many rows task.source has, or None and why they are not known.
-
-    Raise ValueError for wrong rows and rewards.
-    """
-    task, validation = config.task, config.validation
-    rows, why = read_rows(task.source, task.split, task.rows, task.rows_seed)
-    held_out: list[Row] = []
-    if validation.source:
-        held_out, why_held_out = read_rows(validation.source, validation.split, validation.rows, validation.rows_seed)
-        why = why or (f"validation.source: {why_held_out}" if why_held_out else "")
-    check_reward(task.reward, [*rows, *held_out])
-    if on_hub:
-        check_math_verify(task.reward)
-        for key, sources in (("task.source", task.source), ("validation.source", validation.source)):
-            for name in filter(is_hub_id, sources):
-                _look_up("dataset", key, name)
-    return (None, why) if why else (len(rows), "")
+def find_rows(source: str, split: str) -> None:
+    """Raise ValueError or OSError unless a source of rows is there, or may be on the hub."""
+    if source != "arithmetic" and not is_hub_id(source):
+        file_of(source, split).stat()
 
 
 def read_rows(sources: Sequence[str], split: str, rows: int, seed: int = -1) -> tuple[list[Row], str]:
@@ -363,13 +502,12 @@ def main(words: Sequence[str]) -> int:
     start.
     """
     try:
-        config = parse(words).config
-        check_trackers(config)
-        check_run_folder(config.run.dir)
-        check_here(config)
+        command = read_command(words)
+        config, ranks = command.config, ParallelDims.of(command.config.parallel).world_size
+        check_here(config, ranks=range(ranks), writes=True, reading=command.reading)
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)
-    print(ParallelDims.of(config.parallel).world_size)
+    print(ranks)
     return 0
 
 

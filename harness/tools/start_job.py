@@ -3,18 +3,18 @@
 import os
 from collections.abc import Callable, Collection, Sequence
 
-from harness.config.resolve import SECTIONS
-from harness.config.schema import Config
+from harness.config.resolve import SECTIONS, resolve
 from harness.observer import RunContext
 from harness.rollout.early_start import start_early
 from harness.runtime import kernel_caches
-from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.fork_server import ForkServer, collecting_nothing
 from harness.tools import preflight
+from harness.tools.command_line import Command
 
 
 def start_job(
-    config: Config,
+    command: Command,
     script: str,
     arguments: Sequence[str],
     job: str | Callable[[RunContext], str],
@@ -23,11 +23,17 @@ def start_job(
     """Check what can be known before a rank starts, start the engine's processes early, and run the job
     (harness.run.run).
 
-    script, arguments: the command line, for messages. sections: those of the config that the job reads. Return the exit
+    command: what was read from the command line. script, arguments: its words, for messages. sections: those of the config that the job reads. Return the exit
     code of a rank that cannot start.
     """
+    config, rank = command.config, rank_in(os.environ)
     try:
-        preflight.check_rank(config, script, arguments, os.environ, sections)
+        if rank:  # rank 0 tells what is wrong with the command line, together with what its host lacks
+            resolve(config, sections=sections, reading=command.reading)
+    except (ValueError, UnsupportedEnvironment) as error:
+        return report_user_error(error, rank)
+    try:
+        preflight.check_rank(config, script, arguments, os.environ, sections, command.reading)
     except (ValueError, UnsupportedEnvironment) as error:  # only the first rank of each host looks
         return report_user_error(error, rank=0)
     os.environ.update(kernel_caches.variables(os.environ))

@@ -29,7 +29,7 @@ def test_other_ranks_let_rank_0_speak_first(capfd: pytest.CaptureFixture[str]) -
 def test_a_rank_that_may_be_alone_speaks_after_rank_0(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errors, "SPEAK_ALONE_SECONDS", 0.1)
+    monkeypatch.setattr(errors, "SPEAK_FIRST_SECONDS", 0.1)
     assert report_user_error(ValueError("no"), rank=3, alone=True) == 2
     assert capfd.readouterr() == ("", "error on rank 3: no\n")
 

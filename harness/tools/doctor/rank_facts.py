@@ -19,9 +19,8 @@ from harness.cluster.network import route_to_master
 from harness.cluster.placement import RankLocation
 from harness.cluster.world import Launch, behaviour, choose_device, host_identity, own_location
 from harness.config.layers import digest
-from harness.config.schema import Config
+from harness.config.schema import Config, named_paths
 from harness.tools.environment_file import package_versions
-from harness.tools.preflight import written_folders
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,12 +83,9 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
     except ValueError as error:  # as a run of this config would raise it
         problem = str(error)
     gpu, gpu_reason = look_at_gpu(device)
-    folders = {"run.dir": config.run.dir or "runs"} | written_folders(config)
+    folders = {"run.dir": "runs"} | dict(named_paths(config, "written"))
     paths = [
-        ("model.name", config.model.name),
-        *(("task.source", source) for source in config.task.source),
-        *(("validation.source", source) for source in config.validation.source),
-        ("task.reward", config.task.reward.rpartition(".py:")[0] and config.task.reward.rpartition(":")[0]),
+        (key, given.rpartition(":")[0] if key == "task.reward" else given) for key, given in named_paths(config, "read")
     ]
     return RankFacts(
         rank=launch.rank,

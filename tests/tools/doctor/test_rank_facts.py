@@ -52,7 +52,7 @@ def test_every_folder_that_a_run_writes_and_file_that_it_reads_is_looked_at(tmp_
     full = [name for name, free in found.folders.items() if not free]
     assert full == ["run.dir = /proc/nope", "checkpoint.folder = /proc/nope2"]
     assert f"weights.folder = {tmp_path / 'new'}" in found.folders
-    absent = ("model.name = ~/m", "validation.source = /nope/val.parquet", "task.reward = /nope/r.py")
+    absent = ("model.name = ~/m", "task.reward = /nope/r.py", "validation.source = /nope/val.parquet")
     assert found.absent == absent, "no other command takes ~ for the home"
 
 

@@ -54,7 +54,7 @@ def test_the_trainers_copy_has_a_byte_for_each_element_and_its_scales(tmp_path: 
 
 
 def run_refuses(model: str, **others: Any) -> str:
-    """Return the sentence with which a run ends before it starts."""
+    """Return the sentences with which a run ends before it starts."""
     table = {
         "model": {"name": str(MODELS / model), "rollout_precision": "fp8_block", "dtype": others.get("dtype", "bfloat16")},
         "parallel": {"tp": others["tp"]},
@@ -86,7 +86,7 @@ def test_what_a_run_refuses_is_refused_in_the_same_sentence(
     options = Options(rollout_precision="fp8_block", nnodes=nnodes, **others)
     with pytest.raises((ConfigError, UnsupportedEnvironment)) as refused:
         read_question(model, options, [], tmp_path)
-    assert str(refused.value) == run_refuses(model, **others)
+    assert str(refused.value) in run_refuses(model, **others).splitlines()
     assert part in str(refused.value)
 
 
