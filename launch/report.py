@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    environments.need("markdown_it", "msgspec")
+    environments.need("jinja2", "markdown_it", "msgspec")
     from harness.tools.report.write_reports import write_reports
 
     try:

@@ -80,11 +80,18 @@ def _keys(table: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{section}.{name}.{inner}" for inner in (value if isinstance(value, Mapping) else ()))
 
 
-def to_toml(config: Config) -> str:
-    """Write the whole config as TOML that read_layer reads back to an equal Config."""
+def to_toml(config: Config, without: Config | None = None) -> str:
+    """Write the config as TOML that read_layer reads back to an equal Config.
+
+    without: leave out the keys that have the same values there, such as the defaults, which are Config().
+    """
+    left_out = dataclasses.asdict(without) if without else {}
     lines: list[str] = []
     for section, values in dataclasses.asdict(config).items():
-        lines += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in values.items()), ""]
+        there = left_out.get(section, {})
+        written = [f"{name} = {toml_value(value)}" for name, value in values.items() if there.get(name, ...) != value]
+        if written or not without:
+            lines += [f"[{section}]", *written, ""]
     return "\n".join(lines)
 
 

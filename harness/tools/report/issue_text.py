@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.config.layers import to_toml
+from harness.config.schema import Config
 from harness.runtime.phases import phase_of_step
 from harness.tools.diagnose.diagnose import CatalogueMatch
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
 from harness.tools.ranks import ranks_by, runs
+from harness.tools.report.timeline import where_ranks_stood
 
 METRICS = (
     "reward_mean", "log_prob_difference_mean", "actor/loss", "actor/grad_norm", "actor/entropy", "reference_kl", "critic/loss",
@@ -31,18 +33,18 @@ Metrics = Mapping[str, Any]
 Event = Mapping[str, Any]
 
 
-def issue_text(
-    subject: Subject, metrics: Sequence[Metrics], finding: CatalogueMatch | None, files: Sequence[str], fold: bool
-) -> str:
-    """Return the run as Markdown.
+def opening(subject: Subject, finding: CatalogueMatch | None, files: Sequence[str]) -> list[str]:
+    """Return the title, how the run ended, and of a run that did not pass where its ranks stood.
 
-    metrics: the rows of metrics.jsonl. finding: the catalogue's entry for the failure. files: what to read next,
-    relative to the run directory. fold: put the config into <details>, which GitHub folds.
+    finding: the catalogue's entry for the failure. files: what to read next, relative to the run directory.
     """
+    return [f"# {title_of(subject)}", *failure_or_result(subject, finding, files), *stood(subject)]
+
+
+def details(subject: Subject, metrics: Sequence[Metrics]) -> list[str]:
+    """Return what follows, the whole config apart. metrics: the rows of metrics.jsonl."""
     facts = {each["event"]: each for each in reversed(subject.events)}
-    lines = [
-        f"# {title_of(subject)}",
-        *failure_or_result(subject, finding, files),
+    return [
         *what_ran(subject),
         *steps(metrics),
         *validations(metrics),
@@ -51,9 +53,14 @@ def issue_text(
         *placed(facts.get("placement", {}).get("picture", ())),
         *engine(facts.get("engine")),
         *environment(subject.ranks),
-        *reproduce(subject, fold),
+        *reproduce(subject),
     ]
-    return "\n".join(lines) + "\n"
+
+
+def folded_config(config: Config) -> list[str]:
+    """Return the whole config in an element that GitHub folds."""
+    whole = fenced(to_toml(config).rstrip().splitlines(), "toml")
+    return ["", "<details><summary>config.toml with the defaults</summary>", "", *whole, "", "</details>"]
 
 
 def outcome_of(seen: RunEnd | None) -> str:
@@ -206,11 +213,19 @@ def differences(ranks: Sequence[RankRecord]) -> dict[str, dict[str, str]]:
     return {name: {value: runs(some) for value, some in seen.items()} for name, seen in values.items() if len(seen) > 1}
 
 
-def reproduce(subject: Subject, fold: bool) -> list[str]:
-    """Return the command that runs it again, and its config."""
-    config = fenced(to_toml(subject.config).rstrip().splitlines(), "toml")
+def stood(subject: Subject) -> list[str]:
+    """Return where each rank of a run that did not pass was when it ended."""
+    if outcome_of(subject.seen) == "PASSED":
+        return []
+    places = ranks_by(where_ranks_stood(subject.events, subject.seen))
+    rows = [[runs(ranks), place] for place, ranks in places.items()]
+    return section("Where the ranks stood", table(["ranks", "when the run ended"], rows))
+
+
+def reproduce(subject: Subject) -> list[str]:
+    """Return the command that runs it again, and what its config has besides the defaults."""
     words = [subject.script, "config.toml", *subject.options]
-    folded = ["<details><summary>config.toml</summary>", "", *config, "", "</details>"]
+    changed = to_toml(subject.config, without=Config()).rstrip().splitlines()
     return section(
         "Reproduce with",
         [
@@ -220,7 +235,9 @@ def reproduce(subject: Subject, fold: bool) -> list[str]:
             "",
             "As one file that needs torch, transformers and sglang alone: `python launch/export.py RUN_DIR > repro.py`.",
             "",
-            *(folded if fold else ["config.toml:", "", *config]),
+            "config.toml, without what has the default value:",
+            "",
+            *fenced(changed, "toml"),
         ],
     )
 

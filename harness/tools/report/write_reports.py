@@ -12,14 +12,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from markdown_it import MarkdownIt
+from markupsafe import Markup
 
+from harness.config.layers import to_toml
 from harness.runtime import redact
 from harness.runtime.files import is_regular, replace_file
 from harness.tools.diagnose.diagnose import CatalogueMatch, diagnose
 from harness.tools.diagnose.log_lines import log_files
-from harness.tools.export.subject import read_subject
-from harness.tools.report.issue_text import Metrics, issue_text, outcome_of
+from harness.tools.export.subject import Subject, read_subject
+from harness.tools.report import line_chart, timeline
+from harness.tools.report.issue_text import Metrics, details, folded_config, opening, outcome_of
 from harness.tools.report.trace import write_trace
 
 READ_NEXT = ("failure*.json", "stacks*.txt", "flight-record-*", "engines", "events", "config.toml")
@@ -39,11 +43,11 @@ def write_reports(folder: Path) -> list[Path]:
     outcome = outcome_of(subject.seen)
     failed = outcome != "PASSED"
     finding = known_failure(folder) if failed else None
-    files = files_to_read(folder) if failed else []
-    text = redact.text(issue_text(subject, metrics, finding, files, fold=True))
-    unfolded = redact.text(issue_text(subject, metrics, finding, files, fold=False))
-    replace_file(folder / "report.md", text)
-    replace_file(folder / "report.html", page(unfolded, outcome))
+    first = "\n".join(opening(subject, finding, files_to_read(folder) if failed else []))
+    rest = "\n".join(details(subject, metrics))
+    whole = "\n".join(folded_config(subject.config))
+    replace_file(folder / "report.md", redact.text(f"{first}\n{rest}\n{whole}\n"))
+    replace_file(folder / "report.html", page(subject, redact.text(first), redact.text(rest), metrics))
     trace = write_trace(folder, subject.events, subject.seen.time if subject.seen else 0.0)
     return [folder / "report.md", folder / "report.html", trace]
 
@@ -64,7 +68,7 @@ def _has_numbers(row: Metrics) -> bool:
     counted = [row.get("step", 0), *(value for key, value in row.items() if key.startswith("startup/"))]
     if row.get("kind") == "validation":
         counted.append(row.get("validation/step"))
-    return all(isinstance(value, int | float) for value in counted)
+    return all(line_chart.number_or_none(value) is not None for value in counted)
 
 
 def known_failure(folder: Path) -> CatalogueMatch | None:
@@ -80,22 +84,39 @@ def files_to_read(folder: Path) -> list[str]:
     return [str(each.relative_to(folder)) for some in found for each in some]
 
 
-def page(markdown: str, outcome: str) -> str:
-    """Return the Markdown as one HTML page that needs no other file.
+def page(subject: Subject, first: str, rest: str, metrics: Sequence[Metrics]) -> str:
+    """Return one HTML page that needs no script, no network and no other file.
 
-    The text holds whatever a failed program printed, so only the few rules that issue_text uses are enabled: no raw
-    HTML, no images, and no links but the http ones that are made below.
+    first, rest: the Markdown above and below the pictures. It holds whatever a failed program printed, so only the few
+    rules that issue_text uses are enabled: no raw HTML, no images, and no links but the http ones that are made below.
+    The template escapes everything else.
     """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+    )
+    environment.globals |= {"chart_size": line_chart, "lane_size": timeline}
+    return environment.get_template("page.html.jinja").render(
+        title=first.partition("\n")[0].removeprefix("# "),
+        outcome=outcome_of(subject.seen),
+        style=Markup(Path(__file__).with_name("page.css").read_text(encoding="utf-8")),
+        first=to_html(first),
+        rest=to_html(rest),
+        timelines=timeline.timelines_of(subject.events, subject.seen),
+        charts=line_chart.charts_of(metrics),
+        config=redact.text(to_toml(subject.config)),
+    )
+
+
+def to_html(markdown: str) -> Markup:
+    """Return Markdown as HTML. Only what issue_text writes is understood; all else is text."""
     parser = MarkdownIt("zero").enable(["backticks", "escape", "fence", "heading", "list", "table"])
     parser.add_render_rule("text", _with_links)
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    title = escape(markdown.partition("\n")[0].removeprefix("# "))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width">\n'
-        f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n"
-        f'<body class="{outcome.split()[0]}">\n{parser.render(markdown)}</body>\n</html>\n'
-    )
+    return Markup(parser.render(markdown))
 
 
 def _with_links(renderer: object, tokens: Sequence[Any], index: int, options: object, env: object) -> str:

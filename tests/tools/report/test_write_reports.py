@@ -6,13 +6,15 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.config.layers import ConfigError
 from harness.tools.report.issue_text import MOST_ROWS
-from harness.tools.report.write_reports import page, write_reports
+from harness.tools.report.write_reports import to_html, write_reports
 from tests.tools.report.fake_run import fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -70,6 +72,7 @@ def test_a_hang_is_told_first_with_the_rank_that_is_behind(tmp_path: Path) -> No
     markdown, html = reports_of(fake_run(tmp_path / "run", 64))
     assert sections(markdown) == [
         "First failure",
+        "Where the ranks stood",
         "What ran",
         "Steps",
         "Start-up",
@@ -81,6 +84,10 @@ def test_a_hang_is_told_first_with_the_rank_that_is_behind(tmp_path: Path) -> No
         assert "a deadline passed, with rank 60 behind in update_critic of step 1" in text
         assert "NCCL_CUMEM_ENABLE" in text and "24-31" in text, "what differs, and on which ranks"
         assert "Exit code 124, a deadline passed." in text and "failure-host0.json" in text
+    assert (
+        "| 0-59, 61-63 | in sync of step 2 |" in markdown and "after update_critic of step 1: furthest behind" in html
+    )
+    assert "rank 60</text>" in html and "Shown: 8 of 64 ranks" in html
     assert '<body class="FAILED">' in html
 
 
@@ -88,16 +95,19 @@ def test_the_page_needs_no_other_file_and_has_what_the_text_has(tmp_path: Path) 
     markdown, html = reports_of(fake_run(tmp_path / "run", 2, passed=True))
     assert not re.search(r"(?:src|href)=|@import|url\(", html)
     assert re.findall("<h2>(.*?)</h2>", html) == sections(markdown)
-    assert html.count("<table>") == 2 and "[engine]" in html.split("Reproduce with")[1]
-    assert "<details>" in markdown and "details" not in html
+    assert html.count("<table>") == 2 and "<script" not in html
+    for text in (markdown, html):
+        changed, _, whole = text.split("Reproduce with")[1].partition("<details>")
+        assert "qwen3_moe" in changed and "[memory]" not in changed, "what has the default value is folded"
+        assert "[memory]" in whole and "qwen3_moe" in whole
 
 
 def test_what_a_program_printed_is_text_on_the_page() -> None:
     markdown = "# <script>x</script>\n\n![a](http://x/y.png) [b](javascript:x) __init__ https://a.example/issue\n\n<img src=x>\n"
-    html = page(markdown, "FAILED")
+    html = to_html(markdown)
     assert "<script" not in html and "<img" not in html and "__init__" in html
     assert re.findall(r'href="([^"]*)"', html) == ["http://x/y.png", "https://a.example/issue"]
-    quoted = page('see "https://a.example/?a=1&b=2", or <https://b.example>', "FAILED")
+    quoted = to_html('see "https://a.example/?a=1&b=2", or <https://b.example>')
     assert re.findall(r'href="([^"]*)"', quoted) == ["https://a.example/?a=1&amp;b=2", "https://b.example"]
 
 
@@ -222,3 +232,51 @@ def test_links_pipes_and_devices_in_a_run_directory_are_neither_read_nor_written
     os.mkfifo(folder / "failure-mine.json")
     assert reports_of(folder)[0] == before and precious.read_text() == "mine"
     assert not (folder / "report.md").is_symlink()
+
+
+def change_metrics(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    change(rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def chart(html: str, title: str) -> str:
+    [found] = re.findall(rf"<figcaption>{title}</figcaption>.*?</figure>", html, re.DOTALL)
+    return found
+
+
+def test_a_value_that_is_missing_or_nan_is_no_zero(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 1, passed=True)
+
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[1]["reward_mean"] = float("nan")
+        del rows[2]["actor/loss"]
+
+    change_metrics(folder, change)
+    html = reports_of(folder)[1]
+    reward, loss = chart(html, "Reward"), chart(html, "Loss of the actor")
+    assert reward.count("<circle") == 3 and "step 1: no value" in reward and "step 1: 0" not in reward
+    assert loss.count("<polyline") == 2 and "step 2: no value" in loss
+    assert "mean reward</text>" in reward and ">step</text>" in reward and "<title" in reward
+    assert "Loss of the critic" not in html, "no row has it"
+
+
+def test_one_step_is_a_point(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 1, passed=True, steps=1)
+    assert chart(reports_of(folder)[1], "Reward").count("<circle") == 1
+
+
+def test_a_killed_rank_is_shown_where_it_stood_and_its_name_is_text(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 2)
+    file = folder / "failure-host0.json"
+    verdict = json.loads(file.read_text())
+    verdict["first"] |= {"kind": "died", "ranks": [1], "detail": "was killed by <SIGKILL>"}
+    file.write_text(json.dumps(verdict))
+    events = folder / "events" / "rank1.jsonl"
+    events.write_text(events.read_text().replace("build_trainer", "<script>x</script>"))
+    markdown, html = reports_of(folder)
+    assert "in sync of step 2 (was killed by <SIGKILL>): first failure" in markdown
+    assert "(was killed by &lt;SIGKILL&gt;): first failure</text>" in html
+    assert "&lt;script&gt;x" in html and "<script" not in html and "<SIGKILL>" not in html
+    assert 'class="open"' in html, "the phase that did not end"
