@@ -41,8 +41,12 @@ _FAILED_ON = re.compile(
 # Errors that this rank has by itself, whatever they quote: the tokenizer manager talks to processes of its host only, a
 # reward to services of its own, and a program that did not end in time is no peer.
 _OWN = re.compile(r"^(?:EngineFailed: SGLang's \S+ failed in this process|RewardFailed|TimeoutExpired): ")
-# Reasons that gloo and NCCL give in the same errors as a lost peer, but which lie here.
-_OWN_REASON = re.compile(r"out of memory|ncclInvalidUsage|ncclInvalidArgument|Duplicate GPU", re.IGNORECASE)
+# Reasons that gloo, NCCL, torch's store and HTTP clients give in the same errors as a lost peer, but which lie here.
+_OWN_REASON = re.compile(
+    r"out of memory|ncclInvalidUsage|ncclInvalidArgument|Duplicate GPU|EADDRINUSE|address already in use|"
+    r"too many open files|HTTPS?ConnectionPool",
+    re.IGNORECASE,
+)
 _RAISED_FROM = "The above exception was the direct cause of the following exception:"
 ERROR_LENGTH = 300  # characters of an error that are kept: a heartbeat must fit in few packets
 TRACE_LINES, TRACE_WIDTH = 10, 140  # of a traceback's end, for the same reason

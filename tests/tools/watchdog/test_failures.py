@@ -34,6 +34,10 @@ CAUSES = [
     "RewardFailed: task.reward = rw.py:f raised ConnectionError: reward service 10.0.0.7: connection refused",
     "TimeoutExpired: Command '['nvidia-smi']' timed out after 5 seconds",
     "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94: Cuda failure 2 'out of memory'",
+    "EngineFailed: engine start failed on rank 1: torch.distributed.DistNetworkError: The server socket has failed to listen on any"
+    " local network address. port: 30008, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+    "torch.distributed.DistNetworkError: [..] Too many open files",
+    "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='hub.example', port=443): Max retries exceeded with url: /x",
     "torch.distributed.DistBackendError: ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000",
 ]
 
