@@ -21,7 +21,7 @@ from harness.config.layers import ConfigError
 from harness.config.model_fields import fields_of_file, model_fields
 from harness.config.resolve import resolve
 from harness.config.run_folder import write_config
-from harness.config.schema import TINY_MODELS, Config
+from harness.config.schema import Config
 from harness.observer import RunContext
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api.engine_facts import engine_facts
@@ -209,22 +209,19 @@ def trainer_attention(config: Config, model_folder: Path, device: str, say: Call
 
 
 def load_tokenizer(model_folder: Path) -> Any:
-    """Return the tokenizer in the model's folder.
-
-    Raise ConfigError if there is no such model, or if it is code of the model.
-    """
+    """Return the tokenizer in the model's folder. Raise ConfigError if it cannot be loaded, or if it is code of the model."""
     try:
         return AutoTokenizer.from_pretrained(str(model_folder), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        cause = str(error).strip().splitlines()[0]
+    except Exception as error:  # of transformers, of tokenizers' Rust, which raises plain ones, of sentencepiece
+        cause = " ".join(str(error).split())[:300] or type(error).__name__
         if "auto_map" in fields_of_file(str(model_folder), "tokenizer_config.json", download=False):
             raise ConfigError(
                 f'model.name = "{model_folder}" has a tokenizer for which tokenizer_config.json names Python code (auto_map), and'
                 f" the trainer runs no code of a model; give it one that transformers has a class for: {cause}"
             ) from error
         raise ConfigError(
-            f'model.name = "{model_folder}" is not a local folder, a hub id that can be loaded here, or one of the built-in tiny'
-            f" models ({', '.join(TINY_MODELS)}): {cause}"
+            f'model.name = "{model_folder}" has no tokenizer that transformers can load from tokenizer.json,'
+            f" tokenizer_config.json and the files they need: {cause}"
         ) from error
 
 

@@ -35,14 +35,9 @@ def model_fields(
         kind, _ = CONFIG_CLASSES[name]
         return {"model_type": kind} | tiny_fields(name, device) | dict(overrides)
     if Path(name).exists():
-        try:
-            return _json_object(Path(name) / "config.json")
-        except OSError as error:
-            raise ConfigError(
-                f'model.name = "{name}" has no config.json that can be read: {error.strerror}.'
-            ) from error
+        return json_object(Path(name) / "config.json")
     if file := _hub_file(name, "config.json", download):
-        return _json_object(file)
+        return json_object(file)
     if download and importlib.util.find_spec("huggingface_hub"):
         raise ConfigError(
             f'model.name = "{name}" is not a folder here, and its config.json is not in the cache of the hub;'
@@ -58,14 +53,24 @@ def fields_of_file(name: str, file: str, *, download: bool) -> Mapping[str, Any]
     object.
     """
     path = _hub_file(name, file, download) if is_hub_model(name) else Path(name) / file
-    return _json_object(path) if path and path.is_file() else {}
+    return json_object(path) if path and path.is_file() else {}
 
 
-def _json_object(file: Path) -> Mapping[str, Any]:
+def json_object(file: Path) -> Mapping[str, Any]:
+    """Return what a JSON file holds. Raise ConfigError for one that cannot be read, or that is no JSON object."""
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+        if file.exists() and not file.is_file():  # a pipe would never end
+            raise ConfigError(f"{file} must be a JSON object, and is no regular file.")
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file} must be a JSON object, and is nested too deeply to be read.") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{file} must be a JSON object, and is not: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must be a JSON object, and is not: it holds {type(found).__name__}.")
+    return found
 
 
 def _hub_file(name: str, file: str, download: bool) -> Path | None:

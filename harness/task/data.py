@@ -3,8 +3,11 @@
 import json
 import random
 import re
+import signal
 import textwrap
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -17,6 +20,8 @@ ARITHMETIC_SEEDS = {"train": 0, "test": 1}
 ARITHMETIC_ROWS = 1024
 """How many rows such a split has if no number is given."""
 FILES = (".jsonl", ".parquet")
+TEMPLATE_SECONDS = 20.0
+"""How long a chat template may take for one prompt. It is a program, which may not end."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -101,7 +106,7 @@ def tokenize_prompts(
     prompts = []
     for index, row in enumerate(rows):
         if isinstance(row.prompt, str):
-            input_ids = tokenizer.encode(template.format(question=row.prompt))
+            input_ids = tokenizer.encode(_fill(template, row.prompt))
         else:
             input_ids = _apply_chat_template(row, tokenizer)
         if not input_ids:
@@ -154,11 +159,43 @@ def _apply_chat_template(row: Row, tokenizer: Any) -> list[int]:
             " instruct model, or rows with question and answer"
         )
     try:
-        found: list[int] = tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, return_dict=False)
-    except Exception as error:  # of jinja2: a template may refuse roles, or their order
-        cause = " ".join(str(error).split())
-        raise ValueError(f"the prompt of {row.where} does not fit the tokenizer's chat template: {cause}") from error
+        with _time_limit(TEMPLATE_SECONDS):
+            found: list[int] = tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # of jinja2: a template may refuse roles, or their order, or be no template
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        files = f"chat_template.jinja or tokenizer_config.json in {getattr(tokenizer, 'name_or_path', 'model.name')}"
+        raise ValueError(
+            f"the prompt of {row.where} does not fit the tokenizer's chat template ({files}): {cause}"
+        ) from error
     return found
+
+
+def _fill(template: str, question: str) -> str:
+    """Return the prompt of a question. Raise ValueError that names task.template."""
+    try:
+        return template.format(question=question)
+    except (ValueError, LookupError, AttributeError, MemoryError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"task.template = {template!r} cannot be filled with a question: {cause}") from error
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError if the block takes longer. Only the main thread can; on another one there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it had not ended after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def read_records(source: str, split: str, rows: int = 0) -> Iterator[tuple[str, Any]]:
@@ -208,9 +245,10 @@ def _jsonl_records(path: Path) -> Iterator[tuple[str, Any]]:
         for where, line in _numbered(lines, f"{path} line"):
             try:
                 if line.strip():
-                    yield where, json.loads(line)
+                    yield where, json.loads(line.rstrip())
             except (ValueError, RecursionError) as error:  # also text that is not UTF-8
-                raise ValueError(f"{where} is not JSON ({error}): it must be one object per line") from error
+                at = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                raise ValueError(f"{where} is not JSON ({at}): it must be one object per line") from error
 
 
 def _parquet_records(path: Path) -> Iterator[Any]:

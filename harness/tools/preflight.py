@@ -12,9 +12,11 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import struct
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +25,7 @@ from harness.config.checkpoint_folder import checkpoint_to_resume
 from harness.config.facts import Device, Facts
 from harness.config.layers import ConfigError
 from harness.config.mistakes import NOTHING_READ, Mistake, Reading
-from harness.config.model_fields import is_hub_model, model_fields
+from harness.config.model_fields import is_hub_model, json_object, model_fields
 from harness.config.resolve import SECTIONS, Resolved, resolve
 from harness.config.rollout_folder import check_to_load, check_to_save
 from harness.config.rules import in_ranges
@@ -53,6 +55,14 @@ GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 WEIGHTS = ("*.safetensors", "*.bin")
 WEIGHT_INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+MODEL_JSON = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "chat_template.json",
+)  # fmt: skip
+"""What transformers and SGLang read of a model's folder, if it is there."""
+SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY_PER_RANK = 4 << 20
+"""Bytes. Less is sure to fail: two ranks of a tiny model used 1.1 MiB (2026-11-28). The doctor asks for comfort."""
 CAUSAL_MODELS = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 """Where transformers lists its causal language models by model_type."""
 
@@ -110,6 +120,7 @@ def check_here(
 def _resolve_here(search: "Search") -> Resolved:
     why_no_gpu = no_gpu(os.environ)
     search.attempt("network.interface", check_interface, search.config.network.interface, os.environ)
+    search.attempt(SHARED_MEMORY, check_shared_memory, search.config, os.environ)
     if search.writes:  # rank 0 alone has trackers
         search.attempt("trackers.names", check_trackers, search.config)
     return search.resolve("cpu" if why_no_gpu else "cuda", why_no_gpu, os.environ)
@@ -302,6 +313,20 @@ def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
         choose(wanted, variable, own_interfaces(), "127.0.0.1", [])
 
 
+def check_shared_memory(config: Config, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if /dev/shm of this host has no room for the engines of a run: a full one ends a process with
+    SIGBUS, which names nothing.
+    """
+    ranks = int(environment.get("LOCAL_WORLD_SIZE") or ParallelDims.of(config.parallel).world_size)
+    needed = 0 if config.rollout.load else ranks * SHARED_MEMORY_PER_RANK
+    with suppress(OSError):  # another system's
+        if (free := shutil.disk_usage(SHARED_MEMORY).free) < needed:
+            raise ConfigError(
+                f"{SHARED_MEMORY} has {free >> 10} KiB free, and the engines of {ranks} ranks need at least"
+                f" {needed >> 10}: remove what dead processes left there, or give a container more (--shm-size=16g)."
+            )
+
+
 def check_started(config: Config, script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Before a rank imports torch: check that torchrun started it, with as many ranks as the mesh has.
 
@@ -405,6 +430,9 @@ def check_model_files(config: Config, whole: bool = True) -> None:
         if "/" in name:
             hint = f"; give a folder that exists, a hub id (OWNER/NAME), or a tiny model: {', '.join(ARCHITECTURES)}"
         raise ConfigError(f'model.name = "{name}" is not a folder here{hint}.')
+    for file in (folder / each for each in MODEL_JSON):
+        if os.path.lexists(file):
+            json_object(file)
     needed: dict[str, tuple[str, ...]] = {"config.json": ("config.json",)}
     if whole:
         needed["tokenizer"] = TOKENIZERS
@@ -430,7 +458,7 @@ def check_index(folder: Path) -> None:
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         missing = sorted(each for each in named if not (folder / each).is_file())
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{index} is no index of safetensors files; copy or download it again.") from None
     if missing:
         raise ConfigError(
@@ -441,6 +469,8 @@ def check_index(folder: Path) -> None:
 
 def check_safetensors(file: Path) -> None:
     """Raise ConfigError unless the file is as long as its header says: a download or a copy may have been cut short."""
+    if not file.is_file():
+        raise ConfigError(f"{file} is not a regular file; copy or download it again.")
     size = file.stat().st_size
     try:
         with file.open("rb") as opened:
@@ -448,7 +478,7 @@ def check_safetensors(file: Path) -> None:
             header = json.loads(opened.read(length)) if length <= LONGEST_HEADER else {}
         tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
         wanted = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
-    except (struct.error, ValueError, LookupError, TypeError, AttributeError):
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ConfigError(
             f"{file} has no valid safetensors header ({size} bytes); copy or download it again."
         ) from None

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.task import data
 from harness.task.data import (
     ARITHMETIC_ROWS,
     Prompt,
@@ -232,7 +233,10 @@ def test_rows_are_drawn_by_a_seed_as_verl_draws_them(tmp_path):
     assert load_rows([str(folders[0])], "train", 80, seed=7) == every[:50]
 
 
-def test_messages_go_through_the_chat_template(tmp_path):
+ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+
+
+def test_messages_go_through_the_chat_template(tmp_path, monkeypatch):
     tokenizer = train_tokenizer(["What is 1?"], 300)
     path = write_jsonl(tmp_path, "train", [message_record(5)])
     rows = load_rows([str(path)], "train")
@@ -242,6 +246,11 @@ def test_messages_go_through_the_chat_template(tmp_path):
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match="the prompt of .*train.jsonl line 1 does not fit .*: no system role"):
         tokenize_prompts(rows, tokenizer, TEMPLATE, 100, "error")
+    for template, cause in (("{% if %}", "TemplateSyntaxError"), (ENDLESS, "TimeoutError: it had not ended")):
+        tokenizer.chat_template = template
+        monkeypatch.setattr(data, "TEMPLATE_SECONDS", 0.2)
+        with pytest.raises(ValueError, match=rf"line 1 does not fit .*chat_template.jinja or .*: {cause}"):
+            tokenize_prompts(rows, tokenizer, TEMPLATE, 100, "error")
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="train.jsonl line 1 is a list of messages, .* no chat template"):
         tokenize_prompts(rows, tokenizer, TEMPLATE, 100, "error")
@@ -320,3 +329,8 @@ def test_sampler_is_the_same_in_another_process():
 def test_sampler_needs_a_batch_of_prompts():
     with pytest.raises(ValueError, match="prompts_per_step = 5 is more than the 4 prompts"):
         PromptSampler(prompts(4), 5, seed=0)
+
+
+def test_a_template_that_cannot_be_filled_is_named():
+    with pytest.raises(ValueError, match=r"task.template = '{question:d}' cannot be filled .*: ValueError"):
+        tokenize_prompts(ROWS, Characters(), "{question:d}", 100, "error")

@@ -44,7 +44,7 @@ def hostile(folder: Path, fields: Mapping[str, Any], processor: Mapping[str, Any
     for name, table in (("config.json", fields), ("preprocessor_config.json", processor)):
         if table is not None:
             (folder / name).write_text(json.dumps(table))
-    (folder / "tokenizer.json").touch()
+    (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(NO_TENSORS)
     (folder / "evil.py").write_text(EVIL.format(ran=folder / "ran"))
     return folder

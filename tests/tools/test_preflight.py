@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,7 @@ CPU = "--engine.device cpu"
 NO_TENSORS = struct.pack("<Q", 2) + b"{}"
 HEADER = b'{"weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
 ONE_TENSOR = struct.pack("<Q", len(HEADER)) + HEADER + bytes(8)
+DEEP = '{"a":' * 100_000 + "0" + "}" * 100_000
 MISTAKES = {
     # Of the schema: known from the words alone.
     "--actor.learning_rat 1": "the nearest is actor.learning_rate",
@@ -60,6 +62,10 @@ MISTAKES = {
     "--model.name {dir}/empty": "has no config.json",
     "--model.name {dir}/bare": "has no tokenizer",
     "--model.name {dir}/bad_config": "config.json must be a JSON object",
+    "--model.name {dir}/deep_config": "config.json must be a JSON object, and is nested too deeply",
+    "--model.name {dir}/pipe_config": "config.json must be a JSON object, and is no regular file",
+    "--model.name {dir}/bad_tokenizer": "tokenizer_config.json must be a JSON object, and is not",
+    "--model.name {dir}/deep_header": "model.safetensors has no valid safetensors header",
     "--model.name {dir}/truncated": "model.safetensors has 81 bytes, but its header says 82; copy or download it again",
     "--model.name {dir}/no_header": "model.safetensors has no valid safetensors header (3 bytes)",
     "--model.name {dir}/part": "lacks 1 of the 2 files of weights that model.safetensors.index.json names, 2.safetensors first",
@@ -70,7 +76,8 @@ MISTAKES = {
     "--task.source {dir}/empty": "has no .jsonl or .parquet file",
     "--validation.source {dir}/empty": "empty has no .jsonl or .parquet file",
     "--task.source {dir}/data --task.split no_rows": "has no rows",
-    "--task.source {dir}/data --task.split bad_json": "bad_json.jsonl line 2 is not JSON",
+    "--task.source {dir}/data --task.split bad_json": "bad_json.jsonl line 2 is not JSON (Expecting property name enclosed in"
+    " double quotes, column 2)",
     "--task.source {dir}/data --task.split no_column": "no_column.jsonl line 1: answer must be a text, got no such field",
     "--task.source {dir}/data --task.split no_number": 'line 1 has the ground truth "two", but task.reward = "gsm8k" needs a number',
     "--task.source {dir}/data --task.split other_columns": "row 1: question must be a text",
@@ -133,6 +140,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data",
         "part",
         "bad_index",
+        "deep_config",
+        "pipe_config",
+        "bad_tokenizer",
+        "deep_header",
     ):
         (path / name).mkdir()
     (path / "bare" / "config.json").write_text("{}")
@@ -145,13 +156,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("quantized", '{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}'),
     ):
         (path / name / "config.json").write_text(text)
-        (path / name / "tokenizer.json").touch()
+        (path / name / "tokenizer.json").write_text("{}")
         (path / name / "model.safetensors").write_bytes(NO_TENSORS)
     for name, index in (("part", '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'), ("bad_index", "[]")):
         (path / name / "config.json").write_text('{"model_type": "llama"}')
-        (path / name / "tokenizer.json").touch()
+        (path / name / "tokenizer.json").write_text("{}")
         (path / name / "1.safetensors").write_bytes(NO_TENSORS)
         (path / name / preflight.WEIGHT_INDEX).write_text(index)
+    (path / "deep_config" / "config.json").write_text(DEEP)
+    os.mkfifo(path / "pipe_config" / "config.json")
+    for name in ("bad_tokenizer", "deep_header"):
+        (path / name / "config.json").write_text('{"model_type": "llama"}')
+        (path / name / "tokenizer.json").write_text("{}")
+    (path / "bad_tokenizer" / "tokenizer_config.json").write_text("{not JSON")
+    deep = struct.pack("<Q", len(DEEP)) + DEEP.encode()
+    (path / "deep_header" / "model.safetensors").write_bytes(deep)
     (path / "truncated" / "model.safetensors").write_bytes(ONE_TENSOR[:-1])
     (path / "no_header" / "model.safetensors").write_bytes(b"not")
     lines = {
@@ -177,6 +196,14 @@ def test_each_is_found_before_a_rank_starts(words: str, folder: Path) -> None:
     with pytest.raises(ValueError) as caught:
         preflight.check_here(parse(asked).config)
     assert MISTAKES[words].format(dir=folder) in str(caught.value)
+
+
+def test_a_full_shared_memory_is_named_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 20))
+    with pytest.raises(ConfigError, match=r"/dev/shm has 3072 KiB free, and the engines of 2 ranks need at least 8192"):
+        preflight.check_here(parse(CPU.split()).config)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=8 << 20))
+    preflight.check_here(parse(CPU.split()).config)
 
 
 FOLDERS = ["--weights.folder", "--rollout.save", "--checkpoint.every 1 --checkpoint.folder"]
@@ -236,7 +263,7 @@ def test_what_cpu_mode_cannot_serve_is_125_before_a_rank_starts(
     for name in ("qwen2_moe", "gpt_oss", "qwen3_next", "minimax_m2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
-        (tmp_path / name / "tokenizer.json").touch()
+        (tmp_path / name / "tokenizer.json").write_text("{}")
         (tmp_path / name / "model.safetensors").write_bytes(NO_TENSORS)
     asked = words.format(dir=tmp_path).split()
     assert preflight.main([*asked, "--engine.device", "cpu"]) == 125
