@@ -17,6 +17,7 @@ import _checkout
 
 _checkout.use()
 
+from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import environments
 from harness.tools.command_line import exit_with, read_options
@@ -28,6 +29,8 @@ def main(arguments: list[str]) -> int:
     """Return the exit code; what is wrong with the command line is known before anything starts."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
     try:
+        if script := next((word for word in arguments[:split] if word.endswith(".py")), None):
+            raise ConfigError(f"put -- before {script}: launch/hosts.py OPTIONS -- {script}")
         options = read_options(HostsOptions, "launch/hosts.py", __doc__ or "", arguments[:split])
         environments.need("msgspec", "psutil")
         from harness.tools.hosts.emulation import Emulation

@@ -28,10 +28,15 @@ from harness.tools.command_line import Parser, exit_with
 from harness.tools.hosts.host_plan import visible_gpus
 from harness.tools.repro.case import GPUS, Case, UnknownCase, all_cases, describe, find
 
+COMMANDS = ("list", "show", "run")
+
 
 def main(arguments: list[str]) -> int:
     """Return the exit code."""
     try:
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+            name, commands = arguments[0], ", ".join(COMMANDS)
+            raise ConfigError(f"{name} is none of {commands}; to reproduce a failure: launch/repro.py run {name}")
         options = parser().parse_args(arguments)
         environments.need("psutil")  # the cases do
         return int(options.do(options))

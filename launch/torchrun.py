@@ -21,6 +21,12 @@ if __name__ == "__main__":
     from harness.tools import environments
 
     environments.need("torch", "psutil")
-    from harness.tools.forked_ranks import run_torchrun
+    from harness.config.layers import ConfigError
+    from harness.runtime.errors import report_user_error
+    from harness.tools.forked_ranks import check_numbers, run_torchrun
 
+    try:
+        check_numbers(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(report_user_error(error, rank=0))
     run_torchrun()

@@ -38,6 +38,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PINS = REPOSITORY / "configs" / "environments"
 DEFAULT_WITH_GPU, DEFAULT_WITHOUT_GPU = "cuda-torch2.11", "cpu"
 NETWORK = re.compile(r"connection|error sending request|dns error|name resolution|timed out|unreachable", re.IGNORECASE)
+ANOTHER_FOLDER = "set the variable HARNESS_VENV to another folder"
 _STAMP = "harness.json"
 _LOCK = "harness.lock"
 
@@ -115,7 +116,7 @@ def ensure(*, tests: bool = False, run_here: bool = True) -> Path:
         return _ensure_in(folder, tests, run_here)
     except OSError as error:
         reason = error.strerror or error
-        raise Unusable(2, f"HARNESS_VENV = {folder} cannot be written: {reason}; set it to another folder") from error
+        raise Unusable(2, f"{_named(folder)} cannot be written: {reason}; {ANOTHER_FOLDER}") from error
 
 
 def _ensure_in(folder: Path, tests: bool, run_here: bool) -> Path:
@@ -146,6 +147,11 @@ def _folder() -> Path | None:
     return Path(asked).absolute() if asked else REPOSITORY / ".venv"
 
 
+def _named(folder: Path) -> str:
+    """Return the folder in the words of the user, who need not have named it."""
+    return f"HARNESS_VENV = {folder}" if os.environ.get("HARNESS_VENV") else f"{folder}, the environment's folder,"
+
+
 def _pin_files(name: str, tests: bool) -> list[Path]:
     names = sorted(file.stem for file in PINS.glob("*.txt") if file.stem != "tests")
     if name not in names:
@@ -157,8 +163,8 @@ def _check_folder(folder: Path, name: str, installed: dict[str, str]) -> None:
     """Raise Unusable for a folder that must not be touched."""
     is_empty = not folder.exists() or not any(folder.iterdir())
     if not is_empty and not (folder / _LOCK).exists():
-        remedy = "name a new folder, or 'none' to use the Python that you run"
-        raise Unusable(2, f"HARNESS_VENV = {folder} was not made by this script: {remedy}")
+        remedy = f"{ANOTHER_FOLDER}, or to none to use the Python that you run"
+        raise Unusable(2, f"{_named(folder)} was not made by this script: {remedy}")
     if not is_empty and os.path.lexists(folder / "bin" / "python") and not (folder / "bin" / "python").exists():
         gone = os.path.realpath(folder / "bin" / "python")
         raise Unusable(2, f"{folder} was made with {gone}, which is gone: move the folder away, and start again")

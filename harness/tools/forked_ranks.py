@@ -4,6 +4,7 @@ shared.
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+from harness.config.layers import ConfigError
 from harness.rollout.cpu_mode import CPU_MODE
 from harness.rollout.early_start import CPU_MODULES, ENGINE_MODULES, expected_node, start_early
 from harness.runtime import kernel_caches
@@ -23,6 +25,11 @@ from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Tas
 from harness.tools.command_line import parse
 from harness.tools.preflight import no_gpu
 
+NUMBERS = {
+    "--nproc-per-node": (r"0*[1-9]\d*|auto|cpu|gpu|xpu", "a number of ranks, auto, cpu, gpu or xpu"),
+    "--nnodes": (r"0*[1-9]\d*(:0*[1-9]\d*)?", "a number of hosts, or the least and the most as 1:4"),
+}
+"""Options of torchrun, what they take, and the same in words."""
 JOBS = [Path(__file__).resolve().parents[2] / "launch" / name for name in ("ppo.py", "mismatch.py")]
 """The scripts whose ranks need not wait for their command line to be read before they import anything."""
 LOOK_SECONDS = 0.05
@@ -96,6 +103,18 @@ def script_of(words: Sequence[str]) -> Sequence[str]:
     """Return the script and its arguments if torchrun's command for a rank is `python -u SCRIPT ...`, else nothing."""
     is_script = len(words) > 2 and words[0] == sys.executable and words[1] == "-u" and words[2].endswith(".py")
     return words[2:] if is_script else ()
+
+
+def check_numbers(words: Sequence[str]) -> None:
+    """Raise ConfigError for a number of ranks or hosts that torchrun cannot read: it needs seconds to say so."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.endswith(".py"):
+            return
+        option, equals, value = word.partition("=")
+        wanted = NUMBERS.get(option.replace("_", "-"))
+        given = value if equals else following
+        if wanted and not re.fullmatch(wanted[0], given):
+            raise ConfigError(f"{option} must be {wanted[1]}, got {given!r}")
 
 
 def run_torchrun() -> None:

@@ -55,6 +55,8 @@ GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 WEIGHTS = ("*.safetensors", "*.bin")
 WEIGHT_INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+PREPARED = Path("runs/data/addition")
+"""Where configs/cpu/addition.toml has what launch/prepare_data.py makes."""
 MODEL_JSON = (
     "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "chat_template.json",
@@ -429,6 +431,8 @@ def check_model_files(config: Config, whole: bool = True) -> None:
         hint = f", a hub id (OWNER/NAME) or a tiny model; the nearest tiny model is {nearest}"
         if "/" in name:
             hint = f"; give a folder that exists, a hub id (OWNER/NAME), or a tiny model: {', '.join(ARCHITECTURES)}"
+        if folder == PREPARED / "model":
+            hint = f"; make it with: python3 launch/prepare_data.py {PREPARED.name} {PREPARED}"
         raise ConfigError(f'model.name = "{name}" is not a folder here{hint}.')
     for file in (folder / each for each in MODEL_JSON):
         if os.path.lexists(file):

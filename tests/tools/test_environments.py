@@ -189,6 +189,16 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, script:
         assert run.stderr.startswith(f"{start}: HARNESS_VENV = {folder} cannot be written"), run.stderr
 
 
+def test_a_folder_that_nobody_named_is_not_called_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".venv").touch()
+    monkeypatch.setattr(environments, "REPOSITORY", tmp_path)
+    monkeypatch.delenv("HARNESS_VENV", raising=False)
+    with pytest.raises(
+        environments.Unusable, match=r"^.*/\.venv, the environment's folder, cannot be written: Not a dir"
+    ):
+        environments.ensure()
+
+
 def test_an_unknown_environment_is_refused(tmp_path: Path) -> None:
     run = command(HARNESS_ENVIRONMENT="cuda-torch1.0", HARNESS_VENV=str(tmp_path / "venv"))
     assert run.returncode == 2

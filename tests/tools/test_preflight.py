@@ -58,6 +58,7 @@ MISTAKES = {
     "--run.dir runs/12:30": "no colon",
     # Of models, data, engines and this host: known from files.
     "--model.name qwen4": "the nearest tiny model is qwen",
+    "--model.name runs/data/addition/model": "make it with: python3 launch/prepare_data.py addition runs/data/addition",
     "--model.name {dir}/nothing": 'nothing" is not a folder here',
     "--model.name {dir}/empty": "has no config.json",
     "--model.name {dir}/bare": "has no tokenizer",

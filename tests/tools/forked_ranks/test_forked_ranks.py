@@ -14,9 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.config.layers import ConfigError
 from harness.runtime.processes import is_alive
 from harness.tools import forked_ranks
-from harness.tools.forked_ranks import ranks_and_script, script_of
+from harness.tools.forked_ranks import check_numbers, ranks_and_script, script_of
 
 pytestmark = pytest.mark.slow
 
@@ -224,3 +225,10 @@ def test_help_says_what_it_is_before_anything_is_imported() -> None:
 
 def test_the_scripts_of_jobs_are_those_that_are_launched() -> None:
     assert all(job.is_file() for job in forked_ranks.JOBS)
+
+
+@pytest.mark.parametrize("words", [["--nproc-per-node=two"], ["--nproc_per_node", "0"], ["--nnodes=1:x"], ["--nnodes"]])
+def test_a_number_that_torchrun_cannot_read_is_found_before_it_starts(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="must be a number of"):
+        check_numbers([*words, "launch/ppo.py"])
+    check_numbers(["--nproc-per-node=gpu", "--nnodes", "1:2", "launch/ppo.py", "--nnodes", "none"])

@@ -14,6 +14,7 @@ from harness.tools.hosts.host_plan import (
     split_gpus,
     torchrun,
 )
+from launch import hosts
 
 SCRIPT = (__file__, "--parallel.tp", "4")
 
@@ -130,3 +131,8 @@ def test_what_this_machine_refuses_is_no_mistake(options: HostsOptions, facts: t
     with pytest.raises(UnsupportedEnvironment) as raised:
         plan(options, refusal="no rights")
     assert all(fact in str(raised.value) for fact in facts)
+
+
+def test_a_script_without_two_dashes_before_it_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hosts.main(["launch/doctor.py"]) == 2
+    assert "put -- before launch/doctor.py" in capsys.readouterr().err

@@ -54,6 +54,7 @@ def test_show_has_cause_fix_difference_and_where_it_was_seen() -> None:
         (["show", "quantization-scales"], "without a case: It needs"),
         (["show", "99999"], "the catalogue links no issue 99999"),
         (["run", "torchelastic-hang"], "did you mean torchelastic-agent-store-hang?"),
+        ([QUICK], f"to reproduce a failure: launch/repro.py run {QUICK}"),
         (["run"], "either names of cases or --all"),
         (["run", QUICK, "--all"], "either names of cases or --all"),
     ],
