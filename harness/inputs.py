@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from harness.cluster.world import all_gather
 from harness.config.checkpoint_folder import checkpoint_to_resume, step_of
@@ -71,6 +71,7 @@ def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
             validation_rows = load_rows(held_out.source, held_out.split, held_out.rows, held_out.rows_seed)
         reward = load_reward(task.reward, [*rows, *validation_rows], run.rewards)
         model_folder = make_model_folder(run, rows)
+        load_model_config(model_folder)  # a broken one would be blamed on the tokenizer, which reads it too
         tokenizer = load_tokenizer(model_folder)
         attention = trainer_attention(config, model_folder, run.world.device_type, run.events.say)
         limits = task.max_prompt_tokens, task.long_prompts
@@ -179,7 +180,7 @@ def check_vocabulary(prompts: Iterable[Prompt], model_folder: Path) -> None:
     """Raise ValueError for a token that the model has no embedding for: on a GPU it would end the engine in an
     assertion.
     """
-    size = AutoConfig.from_pretrained(str(model_folder), trust_remote_code=False).get_text_config().vocab_size
+    size = load_model_config(model_folder).get_text_config().vocab_size
     for prompt in prompts:
         if (token := max(prompt.input_ids, default=0)) >= size:
             raise ValueError(
@@ -195,7 +196,7 @@ def trainer_attention(config: Config, model_folder: Path, device: str, say: Call
     mode does not compute the model's attention.
     """
     attention, why = choose_attention(
-        AutoConfig.from_pretrained(str(model_folder), trust_remote_code=False),
+        load_model_config(model_folder),
         config.model.attention,
         config.model.packed,
     )
@@ -206,6 +207,17 @@ def trainer_attention(config: Config, model_folder: Path, device: str, say: Call
             f"{why}; so does SGLang's torch_native attention on the CPU, which would compute another model."
         )
     return attention
+
+
+def load_model_config(model_folder: Path) -> PretrainedConfig:
+    """Return the model's config. Raise ConfigError if transformers cannot read its config.json."""
+    try:
+        return AutoConfig.from_pretrained(str(model_folder), trust_remote_code=False)
+    except Exception as error:  # of transformers, of huggingface_hub's checks of types, of the model's own class
+        cause = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(
+            f'model.name = "{model_folder}" has a config.json that transformers cannot read: {cause}'
+        ) from error
 
 
 def load_tokenizer(model_folder: Path) -> Any:

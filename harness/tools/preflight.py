@@ -488,6 +488,16 @@ def check_safetensors(file: Path) -> None:
         ) from None
     if size != wanted:
         raise ConfigError(f"{file} has {size} bytes, but its header says {wanted}; copy or download it again.")
+    if importlib.util.find_spec("safetensors"):
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, framework="numpy"):
+                return
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{file} has a header that safetensors refuses: {error}; copy or download it again."
+            ) from error
 
 
 def causal_model_types(transformers: source.SourceTree) -> frozenset[str] | None:

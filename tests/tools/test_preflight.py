@@ -67,6 +67,7 @@ MISTAKES = {
     "--model.name {dir}/pipe_config": "config.json must be a JSON object, and is no regular file",
     "--model.name {dir}/bad_tokenizer": "tokenizer_config.json must be a JSON object, and is not",
     "--model.name {dir}/deep_header": "model.safetensors has no valid safetensors header",
+    "--model.name {dir}/bad_dtype": "model.safetensors has a header that safetensors refuses",
     "--model.name {dir}/truncated": "model.safetensors has 81 bytes, but its header says 82; copy or download it again",
     "--model.name {dir}/no_header": "model.safetensors has no valid safetensors header (3 bytes)",
     "--model.name {dir}/part": "lacks 1 of the 2 files of weights that model.safetensors.index.json names, 2.safetensors first",
@@ -145,6 +146,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pipe_config",
         "bad_tokenizer",
         "deep_header",
+        "bad_dtype",
     ):
         (path / name).mkdir()
     (path / "bare" / "config.json").write_text("{}")
@@ -166,10 +168,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / name / preflight.WEIGHT_INDEX).write_text(index)
     (path / "deep_config" / "config.json").write_text(DEEP)
     os.mkfifo(path / "pipe_config" / "config.json")
-    for name in ("bad_tokenizer", "deep_header"):
+    for name in ("bad_tokenizer", "deep_header", "bad_dtype"):
         (path / name / "config.json").write_text('{"model_type": "llama"}')
         (path / name / "tokenizer.json").write_text("{}")
     (path / "bad_tokenizer" / "tokenizer_config.json").write_text("{not JSON")
+    (path / "bad_dtype" / "model.safetensors").write_bytes(ONE_TENSOR.replace(b"F32", b"F99"))
     deep = struct.pack("<Q", len(DEEP)) + DEEP.encode()
     (path / "deep_header" / "model.safetensors").write_bytes(deep)
     (path / "truncated" / "model.safetensors").write_bytes(ONE_TENSOR[:-1])
