@@ -21,6 +21,7 @@ import _checkout
 _checkout.use()
 
 from harness.runtime.errors import report_user_error
+from harness.runtime.working import working
 from harness.tools import environments
 from harness.tools.command_line import exit_with
 
@@ -31,9 +32,10 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 0
     environments.need("torch", "msgspec", "jinja2", "packaging", "psutil")
-    from harness.tools.export.evidence import gather
-    from harness.tools.export.program import check_subject, render
-    from harness.tools.export.subject import read_subject
+    with working("importing packages", importing=True):
+        from harness.tools.export.evidence import gather
+        from harness.tools.export.program import check_subject, render
+        from harness.tools.export.subject import read_subject
 
     try:
         words, server, bisect = own_options(arguments)
@@ -41,7 +43,8 @@ def main(arguments: list[str]) -> int:
             raise ValueError("give a TOML file or a run directory, such as runs/20261121-054327.")
         subject = read_subject(words)
         check_subject(subject, server)  # before the evidence, which takes seconds
-        text = render(subject, gather(subject, bisect), server)
+        with working("gathering what an issue needs"):
+            text = render(subject, gather(subject, bisect), server)
     except (ValueError, OSError) as error:
         return report_user_error(error, rank=0)
     if subject.unknown_keys:

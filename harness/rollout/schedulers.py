@@ -156,7 +156,7 @@ class SchedulerChannel:
 
 def socket_folder(name: str) -> Path:
     """Return the folder in which the ranks and schedulers of one host meet. Its path is short enough for sockets."""
-    return scratch.shared_for_sockets(len(f"/{name}/99999.socket")) / name
+    return scratch.meeting_folder(name, len("/99999.socket"))
 
 
 @contextmanager

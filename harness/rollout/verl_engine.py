@@ -6,6 +6,7 @@ VerlEngine which sglang shipped until 0.4.7.post1.
 """
 
 import asyncio
+import atexit
 import multiprocessing
 import os
 import shutil
@@ -13,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -38,7 +39,9 @@ from harness.rollout.host_engine import HostEngine
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, seed_sampling
 from harness.rollout.update_group import UpdateGroup
 from harness.runtime.cpu_standins import activate
+from harness.runtime.errors import rank_in
 from harness.runtime.fork_server import ForkServer
+from harness.runtime.working import working
 
 T = TypeVar("T")
 
@@ -100,15 +103,24 @@ class VerlEngine:
         self._is_generating = False  # on every rank: between begin_generate and end_generate
         self._async_calls = ThreadPoolExecutor(1, "async_generate")
         self._record_call = record_call
-        self._removes_log = log_dir is None
-        self.log = (log_dir or Path(tempfile.mkdtemp(prefix="harness-engine-"))) / f"engine-rank{self.node.builder}.log"
+        folder = log_dir or Path(tempfile.mkdtemp(prefix="harness-engine-"))
+        self._remove_log = partial(shutil.rmtree, folder, ignore_errors=True) if log_dir is None else None
+        if self._remove_log:
+            atexit.register(self._remove_log)  # an interrupt may come before shutdown()
+        self.log = folder / f"engine-rank{self.node.builder}.log"
         models = 2 if sends_mtp_layer(self.engine_args) else 1
         self._channel = SchedulerChannel(self.group, self._send, self.log, models)
         self._prepare_process()
         self._host: HostEngine | None = None
+        speaks = rank_in(os.environ) == 0
         try:
-            self._host = self._prepare_host(base_port, on_death)
-            self._start()
+            with working("waiting for SGLang's engine to start") if speaks else nullcontext():
+                self._host = self._prepare_host(base_port, on_death)
+                self._start()
+        except EngineFailed:
+            if self._remove_log:
+                atexit.unregister(self._remove_log)  # the message names the log
+            raise
         finally:
             for server in ForkServer.handed_over():  # for an engine that this rank does not build
                 server.close()
@@ -534,8 +546,9 @@ class VerlEngine:
             if self._host:
                 self._host.stop()
             self._update_group = None
-            if self._removes_log:
-                shutil.rmtree(self.log.parent, ignore_errors=True)
+            if self._remove_log:
+                self._remove_log()
+                atexit.unregister(self._remove_log)
             self.group.barrier()
 
     @property

@@ -1,23 +1,21 @@
 """What one rank does, one line each in events/rankN.jsonl: phases and facts. Rank 0 also prints some of it.
 
-A phase has a name, a start, an end, seconds and memory. During a long phase, rank 0 prints every ten seconds what it is
-waiting for.
+A phase has a name, a start, an end, seconds and memory. During a long phase, rank 0 prints every few seconds what it is
+waiting for (working.py).
 """
 
 import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from harness.runtime import clock, redact
-
-PATIENCE_SECONDS = 10.0
-"""How often the console names what a long phase waits for."""
+from harness.runtime.phases import RUN
+from harness.runtime.working import working
 
 
 class ConsoleGone(OSError):
@@ -34,6 +32,8 @@ class Console:
     stream: IO[str]
     launched: float
     """UNIX seconds at which the launcher started."""
+    spoke: float = field(default_factory=time.monotonic)
+    """time.monotonic() when something was printed last."""
 
     def say(self, text: str) -> None:
         """Print one line, at once."""
@@ -45,6 +45,7 @@ class Console:
 
     def _write(self, text: str) -> None:
         """Write and flush; raise ConsoleGone where the pipe is closed."""
+        self.spoke = time.monotonic()
         try:
             self.stream.write(text)
             self.stream.flush()
@@ -135,22 +136,18 @@ class EventLog:
 
     @contextmanager
     def phase(self, name: str, waiting_for: str = "") -> Iterator[None]:
-        """Mark a phase of the step.
-
-        With `waiting_for`, the console prints every few seconds what a long one waits for.
-        """
+        """Mark a phase of the step. The console prints every few seconds which long one lasts, and what it waits for."""
         started, step = time.monotonic(), self.step
         self.fact("phase_start", phase=name, step=step)
         if self.gauge:
             self.gauge.begin()
         if self.watcher:
             self.watcher.phase_begins(name, step)
-        stop = threading.Event()
-        if waiting_for and self.console:
-            announce = partial(_announce, self.console, f"{name}: waiting for {waiting_for}", stop)
-            threading.Thread(target=announce, name=f"announce-{name}", daemon=True).start()
+        what = f"{name}: waiting for {waiting_for}" if waiting_for else name
+        speaks = self.console and name != RUN  # which has all others in it
         try:
-            yield
+            with working(what, self.console) if speaks else nullcontext():
+                yield
         except BaseException as error:
             with suppress(OSError):  # on a full disk the first failure must be raised
                 self.fact("phase_failed", phase=name, step=step, error=f"{type(error).__name__}: {error}")
@@ -170,8 +167,6 @@ class EventLog:
             self.fact("phase_end", phase=name, step=step, seconds=elapsed, memory=figures)
             if self.watcher:
                 self.watcher.phase_ends(name, step)
-        finally:
-            stop.set()
 
     def close(self) -> None:
         """Close the file; a later fact opens it again."""
@@ -179,9 +174,3 @@ class EventLog:
             if self._file is not None:
                 self._file.close()
                 self._file = None
-
-
-def _announce(console: Console, sentence: str, stop: threading.Event) -> None:
-    started = time.monotonic()
-    while not stop.wait(PATIENCE_SECONDS):
-        console.say(f"{sentence} ({time.monotonic() - started:.0f} s so far)")

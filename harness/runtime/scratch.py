@@ -18,6 +18,8 @@ from harness.runtime.files import is_own_folder
 SHARED = "HARNESS_TMPDIR"
 """Environment variable with the folder for temporary files from before the run made its own, the same for a whole
 host."""
+RUN = "HARNESS_RUN"
+"""Environment variable with the name of the run on this host, once enter_run_folder() was called."""
 LONGEST_SOCKET = 107
 """The most bytes that the path of a Unix socket can have, without its final zero."""
 OF_ENGINE = len("/e12345678/torch-shm-dir-123456/manager.sock")
@@ -41,6 +43,16 @@ def shared_for_sockets(below: int) -> Path:
     return Path(base_for(below, str(shared())))
 
 
+def meeting_folder(name: str, below: int) -> Path:
+    """Return a folder in which ranks and schedulers of one host meet. below: bytes of the longest path made in it.
+
+    In a run it is one that remove_run_folders() removes: a rank that is killed removes nothing.
+    """
+    if run := os.environ.get(RUN):
+        return Path(_base_of_run(run)) / f"{_prefix(run)}{name}"
+    return shared_for_sockets(len(f"/{name}") + below) / name
+
+
 def engine_folder() -> tempfile.TemporaryDirectory[str]:
     """Return a new folder (0700) for one engine. It is removed when this process ends, at the latest."""
     return tempfile.TemporaryDirectory(prefix="e", dir=base_for(OF_ENGINE), ignore_cleanup_errors=True)
@@ -52,7 +64,7 @@ def enter_run_folder(name: str) -> Path:
     name: the run on this host, by which run_folders() finds the folder.
     """
     folder = make_run_folder(name)
-    os.environ |= variables(folder)
+    os.environ |= {**variables(folder), RUN: name}
     tempfile.tempdir = str(folder)
     return folder
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.observer import Observer, Observers
-from harness.runtime import clock, events
+from harness.runtime import clock, working
 from harness.runtime.events import Console, EventLog
 
 
@@ -97,7 +97,7 @@ def test_a_failed_phase_says_so_and_does_not_end(error: BaseException, tmp_path:
 
 
 def test_a_long_phase_says_what_it_waits_for_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(working, "EVERY_SECONDS", 0.1)
     stream = io.StringIO()
     log = log_at(tmp_path, Console(stream, launched=time.time() - 100))
     before, deadline = set(threading.enumerate()), time.monotonic() + 60

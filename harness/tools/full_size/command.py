@@ -14,6 +14,7 @@ from harness.rollout.cpu_mode import cpu_environment
 from harness.runtime import cpu_standins
 from harness.runtime.files import replace_file
 from harness.runtime.fork_server import collecting_nothing
+from harness.runtime.working import Work, working
 from harness.tools.full_size.model_and_options import Options, Question, read_question
 
 SUFFIX = {"--json": ".json", "--page": ".html"}
@@ -33,8 +34,8 @@ def run(name: str, options: Options, words: Sequence[str] = ()) -> int:
         if options.page:
             raise ConfigError("--page shows one answer; leave out --against, or write its table by --json.")
         return compare.against(name, options, words)
-    with tempfile.TemporaryDirectory() as scratch:
-        return _answer(name, options, read_question(name, options, words, Path(scratch)))
+    with working("reading the model's config") as work, tempfile.TemporaryDirectory() as scratch:
+        return _answer(work, name, options, read_question(name, options, words, Path(scratch)))
 
 
 def check_written(option: str, file: Path) -> None:
@@ -47,15 +48,16 @@ def check_written(option: str, file: Path) -> None:
         raise ConfigError(f"{option} {file} cannot be written by this user; give another file.")
 
 
-def _answer(name: str, options: Options, question: Question) -> int:
+def _answer(work: Work, name: str, options: Options, question: Question) -> int:
     started = time.monotonic()
     print("importing SGLang's class of this model, and transformers'", flush=True)
-    prepare_import(question.folder, question.has_draft)
-    with collecting_nothing():
+    with working("importing torch, transformers and SGLang", importing=True), collecting_nothing():
+        prepare_import(question.folder, question.has_draft)
         from harness.rollout.sglang_api import meta_model
         from harness.tools.full_size.model_verdict import SHOWN, find_answer
 
         meta_model.import_all(question.folder)
+    work.what = "comparing what is sent with what the engine takes"
     answer = find_answer(name, options, question, started, imported=time.monotonic())
     if options.json:
         Path(options.json).write_text(json.dumps(answer.table(), indent=1))

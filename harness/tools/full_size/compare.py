@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.runtime.working import working
 from harness.tools.bisection.candidates import Candidate, between, releases
 from harness.tools.bisection.installation import Environment, Unavailable, provider_of, store_root
 from harness.tools.bisection.question import Options as BisectOptions
@@ -71,7 +72,8 @@ def against(name: str, options: Options, words: Sequence[str]) -> int:
     asked = [str(Path(name).absolute()) if Path(name).exists() else name, *_words_of(options)]
     there = environment_of(options.against)
     here = Environment(python=sys.executable)
-    tables = [ask(there, asked), ask(here, asked)]
+    with working(f"asking sglang {options.against} and the installed one"):
+        tables = [ask(there, asked), ask(here, asked)]
     found = compare(*tables)
     for line in lines_of(found):
         print(line)

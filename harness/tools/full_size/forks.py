@@ -3,17 +3,15 @@ with it.
 """
 
 import multiprocessing
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.runtime.working import working
 
 T = TypeVar("T")
-PROGRESS_S = 5.0
-"""After so many seconds a line says how far the work is."""
 
 
 class Told(Exception):
@@ -33,31 +31,29 @@ def in_forks(
 ) -> dict[int, T]:
     """Return what work returns for the arguments of each job, so many of them at the same time.
 
-    A line every few seconds says how many are done. what: the jobs' name there. Raise what work raises, for the first
+    A line says how many are done, if it takes long. what: the jobs' name there. Raise what work raises, for the first
     job that fails, and ForkEnded.
     """
     fork = multiprocessing.get_context("fork")
     waiting, found = sorted(jobs), dict[int, T]()
-    started = told = time.monotonic()
     running: dict[Any, tuple[int, Any]] = {}  # the reading end of its pipe -> the job and its process
-    try:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                number = waiting.pop(0)
-                reader, writer = fork.Pipe(duplex=False)
-                child = fork.Process(target=_answer, args=(writer, work, jobs[number]), daemon=True)
-                child.start()
-                writer.close()
-                running[reader] = number, child
-            for ready in wait(list(running), timeout=PROGRESS_S):
-                number, child = running.pop(ready)
-                found[number] = _answer_of(ready, number, child)
-            if time.monotonic() - told > PROGRESS_S:
-                told = time.monotonic()
-                print(f"  {len(found)} of {len(jobs)} {what} done, {told - started:.0f} s", flush=True)
-    finally:
-        for _, child in running.values():
-            child.kill()
+    with working("") as progress:
+        try:
+            while waiting or running:
+                progress.what = f"building {what}: {len(found)} of {len(jobs)} done"
+                while waiting and len(running) < processes:
+                    number = waiting.pop(0)
+                    reader, writer = fork.Pipe(duplex=False)
+                    child = fork.Process(target=_answer, args=(writer, work, jobs[number]), daemon=True)
+                    child.start()
+                    writer.close()
+                    running[reader] = number, child
+                for ready in wait(list(running)):
+                    number, child = running.pop(ready)
+                    found[number] = _answer_of(ready, number, child)
+        finally:
+            for _, child in running.values():
+                child.kill()
     return found
 
 

@@ -19,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from harness.config.layers import ConfigError
 from harness.rollout.sglang_api.absent_hardware import AssumedGpu
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.runtime.working import working
 from harness.tools.full_size import draft_model, ranks_at_true_size, whole_run
 from harness.tools.full_size.checkpoint_beside import CheckpointBeside, compare_checkpoint
 from harness.tools.full_size.draft_model import DraftModel
@@ -207,7 +208,8 @@ def find_answer(name: str, options: Options, question: Question, started: float,
         f"{name}: SGLang and transformers are imported ({imported - started:.1f} s); building the trainer's class",
         flush=True,
     )
-    names = _names_sent(question, dtype)
+    with working("building the trainer's class"):
+        names = _names_sent(question, dtype)
     layout = names.layout
     mtp = draft_model.mtp_layout(question.folder, layout) if question.has_draft else ()
     groups = fusing_groups(layout)
@@ -225,7 +227,8 @@ def find_answer(name: str, options: Options, question: Question, started: float,
     answer = Answer(
         name=name, options=options, question=question, layout=layout, checkpoint=_checkpoint(question, names, dtype)
     )  # fmt: skip
-    peaks = whole_run.measure_trainer(question.folder, question.run, shape.processes) if question.run else {}
+    with working("measuring the trainer's memory"):
+        peaks = whole_run.measure_trainer(question.folder, question.run, shape.processes) if question.run else {}
     try:
         ranks = ranks_at_true_size.examine(shape, groups, options.all_ranks)
         draft = draft_model.examine_draft(shape, ranks, layout, mtp) if mtp else None
