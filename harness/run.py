@@ -16,6 +16,7 @@ import importlib
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import NetworkError
-from harness.cluster.placement import place
+from harness.cluster.placement import host_name, place
 from harness.cluster.world import (
     Launch,
     World,
@@ -38,15 +39,16 @@ from harness.config.layers import ConfigError
 from harness.config.run_folder import EVENTS, make_private, make_run_folder, open_to_others, write_config
 from harness.config.schema import Config
 from harness.observer import Observer, Observers, RunContext
-from harness.runtime import clock
+from harness.runtime import clock, launch_folder
 from harness.runtime.cpu_standins import activate
-from harness.runtime.errors import Found, Stopped, UnsupportedEnvironment, rank_in, report_user_error
+from harness.runtime.errors import INTERRUPTED, Found, Stopped, UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.events import Console, EventLog
 from harness.runtime.exits import end_failed, hard_exit
 from harness.runtime.fork_server import collecting_nothing
 from harness.runtime.memory_gauge import MemoryGauge
 from harness.runtime.phases import MEET, RUN
 from harness.runtime.processes import descendants, end_processes, start_time
+from harness.runtime.working import Work, working
 from harness.task.rewards import MakeReward
 
 Job = Callable[[RunContext], str]
@@ -82,9 +84,10 @@ def run(
         own_location(device.type == "cpu", config.parallel.colocate)  # for what it refuses, before the ranks meet
     except ValueError as error:
         return report_user_error(error, launch.rank, alone=True)
-    console = None
+    console, doing, speaking = None, Work(""), ExitStack()  # as long as this process
     if launch.rank == 0:  # a copy of standard output: descriptor 1 becomes the engine's log while the engine starts
         console = Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace"), launched)
+        doing = speaking.enter_context(working(f"waiting for {launch.world_size} ranks to meet", console))
     stand_ins = _prepare_environment(config, device)
     observer = Observers(observers)
     observer.launched(config, launch)
@@ -114,11 +117,16 @@ def run(
             context.events.span("launcher", launched, started)
             context.events.span("imports of this process", started, entered)
             context.events.span("meeting", began_to_meet, clock.now())
+            if launch.local_rank == 0:
+                launch_folder.tell_report(launch_folder.report_of(folder, host_name(world.host)))
+            doing.what = "the job, between two phases"
             code = _run_job(job, context)
     except (WorldError, NetworkError, ConfigError) as error:  # on every rank
         code = report_user_error(error, launch.rank)
     except Exception as error:  # the ranks did not meet, or one of them ended before all were ready
         _fail(launch.rank, error, observer)
+    except KeyboardInterrupt:
+        _end_interrupted(observer)
     observer.finished(code)
     # What is left is multiprocessing's resource tracker. It would warn about files that observers have removed.
     end_processes(descendants())
@@ -195,7 +203,7 @@ def _run_job(job: str | Job, context: RunContext) -> int:
             write_config(context.folder, context.config, context.world.device_type)
         observer.phase_ends(MEET, None)
         began = clock.now()
-        with collecting_nothing():
+        with working(f"importing {job}", importing=True) if events.console else nullcontext(), collecting_nothing():
             work = _import_job(job) if isinstance(job, str) else job
         events.span("imports of the job", began, clock.now())
         with events.phase(RUN):
@@ -210,8 +218,7 @@ def _run_job(job: str | Job, context: RunContext) -> int:
     except Exception as error:
         _fail(rank, error, observer, events)
     except KeyboardInterrupt:
-        observer.interrupted("SIGINT")
-        raise
+        _end_interrupted(observer)
     finally:
         events.close()
 
@@ -236,6 +243,13 @@ def _fail(rank: int, error: Exception, observer: Observer, events: EventLog | No
         lines += trace.splitlines()
     announce = events.fail if events else observer.failed  # events tell the observers too
     end_failed("\n".join(lines), text, trace, announce)
+
+
+def _end_interrupted(observer: Observer) -> NoReturn:
+    """End this rank after Ctrl-C; the launcher and the watchdog say so."""
+    observer.interrupted("SIGINT")
+    end_processes(descendants())
+    hard_exit(INTERRUPTED)
 
 
 def _launched_at() -> float:

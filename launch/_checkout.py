@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 def use() -> None:
     """Start this process over with the checkout on PYTHONPATH, unless `import harness` finds the checkout already.
 
-    Exit with 2 and one sentence if this Python is too old, or ignores PYTHONPATH.
+    From then on Ctrl-C and SIGTERM end the script with a sentence (harness/runtime/interrupts.py). Exit with 2 and one sentence if this Python is too old, or ignores PYTHONPATH.
     """
     if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is may run this
         found = ".".join(map(str, sys.version_info[:3]))
@@ -19,10 +20,24 @@ def use() -> None:
         sys.exit(2)
     found_harness = importlib.util.find_spec("harness")
     if found_harness and found_harness.origin and Path(found_harness.origin).resolve().parents[1] == CHECKOUT:
+        _end_well()
         return
     if sys.flags.ignore_environment:
         print(f"error: {sys.argv[0]} needs PYTHONPATH, or `pip install -e {CHECKOUT}`; drop -I or -E.", file=sys.stderr)
         sys.exit(2)
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *given])
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # until the new process can end well
     os.execv(sys.executable, sys.orig_argv)
+
+
+def _end_well() -> None:
+    from harness.runtime import interrupts
+
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if not main or Path(main).resolve().parent != CHECKOUT / "launch":
+        return  # another program has imported the script
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        interrupts.end_quietly()
+    else:
+        interrupts.end_by_sentence(os.path.relpath(sys.argv[0], CHECKOUT))

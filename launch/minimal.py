@@ -19,16 +19,19 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,6 +59,8 @@ class Settings:
     max_grad_norm: float = 1.0
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run."""
 MODELS = ("qwen2", "deepseek_v3")
 """Architectures of which a tiny model can be made."""
 
@@ -90,6 +95,7 @@ if __name__ == "__main__":
         print("error: start this with torchrun --nproc-per-node=2 launch/minimal.py", file=sys.stderr)
         sys.exit(2)
     say("importing torch, transformers and SGLang, which takes seconds")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this rank without a traceback
     gc.disable()  # until they are imported: a fifth of that time would go into looking for garbage among the modules
     # As torchrun sets it for several ranks. A process that was forked would wait for ever for threads of its parent.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -464,6 +470,20 @@ def train(settings: Settings, mesh: DeviceMesh, engine: Any, folder: str) -> boo
     return passed
 
 
+def end_when_told(*folders: str) -> None:
+    """Wait for Ctrl-C or SIGTERM, and end this rank then, its engine and these folders.
+
+    On a thread: while the main one waits for other ranks, it does not hear of signals.
+    """
+    number = signal.sigwait(ENDING)
+    for child in multiprocessing.active_children():
+        child.kill()
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    say(f"interrupted by {signal.Signals(number).name}")
+    os._exit(128 + number)
+
+
 def main(settings: Settings) -> int:
     """Build everything, run, and end everything; return the exit code."""
     if DEVICE == "cuda":
@@ -485,6 +505,10 @@ def main(settings: Settings) -> int:
     store, *_ = next(dist.rendezvous("env://"))
     engine = None
     with tempfile.TemporaryDirectory() as new:
+        own = get_temp_dir()  # multiprocessing's, which removes it when Python ends
+        os.environ["TMPDIR"] = tempfile.tempdir = new  # SGLang makes some there, and removes none
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # for the engine's processes too, which end with this one
+        threading.Thread(target=end_when_told, args=[new, own], daemon=True).start()
         folder, ports = prepare(settings, store, rank, world, new)
         placement = engine_placement(store, rank, world, settings.tp)
         try:

@@ -4,8 +4,8 @@
 
 Checks the overrides, makes the environment if there is none (harness/tools/environments.py), and becomes
 `launch/torchrun.py --nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`. If the
-overrides ask for another mesh, torchrun starts as many ranks as that mesh has. Exit codes: torchrun's; 2 an override is
-wrong; 125 the environment cannot be made here.
+overrides ask for another mesh, torchrun starts as many ranks as that mesh has. Exit codes: those of
+launch/torchrun.py; 2 an override is wrong; 125 the environment cannot be made here.
 """
 
 import os
@@ -19,6 +19,8 @@ _checkout.use()
 
 from harness.runtime import redact
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.interrupts import become
+from harness.runtime.working import working
 from harness.tools.command_line import read_command
 from harness.tools.environments import Unusable, ensure, made
 
@@ -37,13 +39,14 @@ def main(overrides: list[str]) -> int:
     try:
         command = read_command(arguments)
         if command.options.check or command.options.dry_run:  # these need no ranks
-            os.execv(sys.executable, [sys.executable, script, *arguments])
+            become([sys.executable, script, *arguments])
         if made() is None:  # what this Python can tell is told before anything is installed
             from harness.tools import preflight
 
             device = preflight.device_of(command.config)
             preflight.check_plan(command.config, device=device, reading=command.reading)
-        python = str(ensure())
+        with working("making the environment"):
+            python = str(ensure())
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)
     except Unusable as problem:
@@ -53,12 +56,14 @@ def main(overrides: list[str]) -> int:
     # whatever its ranks exit with.
     # -P: whatever the user's folder holds is not imported.
     path = os.pathsep.join([str(_checkout.CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    checked = subprocess.run(
-        [python, "-P", "-m", "harness.tools.preflight", *arguments],
-        env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    with working("checking the config"):
+        checked = subprocess.run(
+            [python, "-P", "-m", "harness.tools.preflight", *arguments],
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which ends it
+        )
     if checked.returncode:
         return checked.returncode
     ranks = int(checked.stdout)
@@ -66,7 +71,7 @@ def main(overrides: list[str]) -> int:
     torchrun = [python, os.path.relpath(_checkout.CHECKOUT / TORCHRUN), "--nnodes=1", "--local-addr=127.0.0.1"]
     words = [*torchrun, f"--nproc-per-node={ranks}", script, *arguments]
     print(f"+ {shlex.join(redact.words(words))}", flush=True)
-    os.execv(python, words)
+    become(words)
 
 
 if __name__ == "__main__":

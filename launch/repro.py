@@ -14,7 +14,6 @@ any was reproduced, else 125 if any could not run or proved nothing, else 0.
 """
 
 import argparse
-import signal
 import sys
 
 import _checkout
@@ -87,7 +86,6 @@ def run(options: argparse.Namespace) -> int:
 
     if bool(options.names) == options.all:
         raise ConfigError("give either names of cases or --all; `launch/repro.py list` shows the names.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # like Ctrl-C, it ends the variant first
     cases = chosen_cases(options) if options.all else [case for name in options.names for case in find(name)]
     if not cases:
         raise ConfigError("no case is of these --needs with --no-engine; `launch/repro.py list` shows them all.")

@@ -2,10 +2,14 @@
 
     .venv/bin/python launch/torchrun.py --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml
 
-Takes torchrun's options and is torchrun; only the start of a rank differs. Without a GPU, one process imports torch,
+Takes torchrun's options and is torchrun; only the start of a rank and the end of a run differ. Without a GPU, one process imports torch,
 transformers and SGLang, and all ranks of the host are forked from it. With a GPU the imports cannot be shared. The
 ranks of ppo.py and mismatch.py are then processes that begin their imports while torchrun starts, if this host runs all
 ranks; all other ranks are started as torchrun starts them.
+
+torchrun's own report of a run that fails is kept in the run directory, so that what a rank or its watchdog says is the
+last thing on the screen. Exit codes: of the rank that failed first, 1 if a signal killed it; 2 also if torchrun's
+command line is wrong; 128 + N signal N ended the run.
 """
 
 import sys
@@ -29,4 +33,4 @@ if __name__ == "__main__":
         check_numbers(sys.argv[1:])
     except ConfigError as error:
         sys.exit(report_user_error(error, rank=0))
-    run_torchrun()
+    sys.exit(run_torchrun())

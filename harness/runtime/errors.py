@@ -2,7 +2,7 @@
 `git bisect run` takes as "skip"), the failure that was looked for (1), or SIGTERM (143, as in a shell).
 
 torchrun prints its own report after its ranks have ended, so the sentence is printed twice: at once, and below that
-report. Standard library only, because this file also runs as a script.
+report. launch/torchrun.py prints no report (launch_folder.py), and the sentence is printed once. Standard library only, because this file also runs as a script.
 """
 
 import json
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-APPEARED, MISTAKE, CANNOT_RUN_HERE, STOPPED = 1, 2, 125, 143
+APPEARED, MISTAKE, CANNOT_RUN_HERE, INTERRUPTED, STOPPED = 1, 2, 125, 130, 143
 
 SPEAK_FIRST_SECONDS = 3.0
 """How long the other ranks wait for rank 0 to look at its host and print: torchrun ends all ranks as soon as one
@@ -81,8 +81,13 @@ def say_twice(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        from harness.runtime import launch_folder  # not above: this file also runs as a script
+
         tell_torchrun(text.strip())
-        _say_below_torchrun(text)
+        if launch_folder.launch_folder():
+            launch_folder.tell_said()
+        else:
+            _say_below_torchrun(text)
 
 
 def tell_torchrun(error: str, traceback: str = "") -> None:

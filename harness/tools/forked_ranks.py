@@ -22,6 +22,7 @@ from harness.rollout.early_start import CPU_MODULES, ENGINE_MODULES, expected_no
 from harness.runtime import kernel_caches
 from harness.runtime.cpu_standins import activate
 from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, as_written
+from harness.tools import folded_torchrun
 from harness.tools.command_line import parse
 from harness.tools.preflight import no_gpu
 
@@ -117,33 +118,44 @@ def check_numbers(words: Sequence[str]) -> None:
             raise ConfigError(f"{option} must be {wanted[1]}, got {given!r}")
 
 
-def run_torchrun() -> None:
-    """Start the imports, and run torchrun on this process's arguments meanwhile."""
-    servers = start_ranks_early(sys.argv[1:]) if not no_gpu() else [start_ranks_server()]
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-    from torch.distributed.run import main as torchrun
+def run_torchrun() -> int:
+    """Start the imports, and run torchrun on this process's arguments meanwhile. Return the exit code.
 
-    handler = subprocess_handler.SubprocessHandler
-    start_python = handler._popen
+    What torchrun itself prints is kept in the run directory: see folded_torchrun.
+    """
+    with folded_torchrun.Launch.open("importing torch, transformers and SGLang") as launch:
+        servers = start_ranks_early(sys.argv[1:]) if not no_gpu() else [start_ranks_server()]
+        with launch.imports():
+            from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+            from torch.distributed.run import main as torchrun
 
-    def start_rank(self: Any, words: Sequence[str], environment: dict[str, str]) -> Any:
-        script = script_of(words)
-        server = servers[min(self.local_rank_id, len(servers) - 1)] if script and servers else None
-        if server is None or server.used_up:
+        launch.starting.importing = False
+        handler = subprocess_handler.SubprocessHandler
+        start_python = handler._popen
+
+        def start_rank(self: Any, words: Sequence[str], environment: dict[str, str]) -> Any:
+            script = script_of(words)
+            server = servers[min(self.local_rank_id, len(servers) - 1)] if script and servers else None
+            why = ""
+            try:
+                if server and not server.used_up:
+                    why = server.imported().obstacle(environment, as_written)
+                    if not why:
+                        return ForkedRank(server, script, environment, self._stdout, self._stderr)
+            except ServerGone as error:
+                # Without the exception's words: a rank that needs the import shows them, and in the log of any other
+                # they would be taken for a failure.
+                why = str(error).partition(":")[0]
+            finally:
+                launch.started()
+            if why:
+                print(
+                    f"local rank {self.local_rank_id} starts as torchrun starts it: {why}", file=sys.stderr, flush=True
+                )
             return start_python(self, tuple(words), environment)
-        try:
-            why = server.imported().obstacle(environment, as_written)
-            if not why:
-                return ForkedRank(server, script, environment, self._stdout, self._stderr)
-        except ServerGone as error:
-            # Without the exception's words: a rank that needs the import shows them, and in the log of any other they
-            # would be taken for a failure.
-            why = str(error).partition(":")[0]
-        print(f"local rank {self.local_rank_id} starts as torchrun starts it: {why}", file=sys.stderr, flush=True)
-        return start_python(self, tuple(words), environment)
 
-    with patch.object(handler, "_popen", start_rank):
-        torchrun()
+        with patch.object(handler, "_popen", start_rank):
+            return launch.run(torchrun, sys.argv[1:])
 
 
 def start_ranks_server() -> ForkServer:

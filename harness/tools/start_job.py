@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 
 from harness.config.resolve import SECTIONS, resolve
 from harness.observer import RunContext
@@ -9,6 +10,7 @@ from harness.rollout.early_start import start_early
 from harness.runtime import kernel_caches
 from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.fork_server import ForkServer, collecting_nothing
+from harness.runtime.working import working
 from harness.tools import preflight
 from harness.tools.command_line import Command
 
@@ -39,7 +41,8 @@ def start_job(
     os.environ.update(kernel_caches.variables(os.environ))
     # The engine takes its processes from them, wherever this run builds it.
     ForkServer.hand_over(start_early(config, preflight.device_of(config), os.environ))
-    with collecting_nothing():
+    speaks = rank_in(os.environ) == 0
+    with working("importing torch", importing=True) if speaks else nullcontext(), collecting_nothing():
         from harness.run import run
         from harness.tools.observers import standard_observers
         from harness.tools.rewards.more_rewards import rewards_of

@@ -232,7 +232,8 @@ def _keep_python(state: State, folder: Path) -> None:
 
 def _run_to_answer(state: State, folder: Path, lock: int) -> Answer | int:
     """Run the bisect and write its report. If it is stopped, say how to continue, and return the exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     progress = Progress()
     try:
         _keep_python(state, folder)

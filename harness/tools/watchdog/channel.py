@@ -47,6 +47,7 @@ class WatchdogSettings:
     name: str = ""  # of the watchdog
     launcher: int = 0  # pid of what started the ranks, usually torchrun
     is_torchrun: bool = False  # whether the watchdog may end it
+    holds: int | None = None  # the watchdog's descriptor by which launch/torchrun.py waits for it (launch_folder.py)
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="say"):

@@ -25,6 +25,7 @@ import psutil
 from harness.observer import Observer, RunContext
 from harness.runtime import scratch
 from harness.runtime.errors import in_utf8, launcher_pid, say
+from harness.runtime.launch_folder import hold_launcher
 from harness.runtime.phases import RUN
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings, open_heartbeat_socket
@@ -296,14 +297,15 @@ def _start_watchdog(settings: WatchdogSettings) -> int:
     listener = channel.listen(settings.name)
     hosts = [open_heartbeat_socket()] if settings.world_size > settings.local_world_size else []
     passed = [each.fileno() for each in (listener, *hosts)]
+    holds = hold_launcher()
     port = int(hosts[0].getsockname()[1]) if hosts else 0
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    words = [json.dumps(asdict(settings)), *map(str, passed)]
+    words = [json.dumps(asdict(replace(settings, holds=holds))), *map(str, passed)]
     subprocess.run(
         # The shell detaches it at once: a child of this rank would be ended together with the rank's other children.
         ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-P", "-m", "harness.tools.watchdog.watchdog", *words],
         env=os.environ | {"PYTHONPATH": path},
-        pass_fds=passed,
+        pass_fds=[*passed, *([] if holds is None else [holds])],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
@@ -311,4 +313,6 @@ def _start_watchdog(settings: WatchdogSettings) -> int:
     )
     for each in (listener, *hosts):
         each.close()
+    if holds is not None:
+        os.close(holds)
     return port

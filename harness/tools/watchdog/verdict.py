@@ -27,10 +27,11 @@ from harness.rollout.engine_processes import ENDING_SIGNALS
 from harness.runtime import redact
 from harness.runtime.background import in_background
 from harness.runtime.files import replace_file
+from harness.runtime.launch_folder import launch_folder, report_of
 from harness.runtime.tracebacks import first_cause, log_lines, tracebacks_in
 from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
 from harness.tools.diagnose.diagnosis_text import in_brief
-from harness.tools.watchdog.failures import JobView, RunFailure, first_failure, report_lines, trace_end
+from harness.tools.watchdog.failures import JobView, RunFailure, first_failure, report_lines, sentence, trace_end
 
 DUMP_SIGNAL = signal.SIGUSR2
 PYSPY_SECONDS = 5.0  # for all stacks of a host together
@@ -215,7 +216,15 @@ class RunVerdict:
         if self._stacks and self.folder:
             explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
         lines = report_lines(self.failures, view, [*explanation, *self._explained()[0]])
-        return [*lines, f"  run directory: {self.folder}"] if self.folder else lines
+        if not self.folder:
+            return lines
+        kept = f"; torchrun's own report: {report_of(self.folder, self.host).name}" if launch_folder() else ""
+        return [*lines, f"  run directory: {self.folder}{kept}"]
+
+    def in_a_line(self) -> str:
+        """Return what happened, for below torchrun's report."""
+        where = f"; run directory: {self.folder}" if self.folder else ""
+        return f"first failure, see above: {sentence(self.cause, self.view)}{where}\n"
 
     def keep(self) -> None:
         """Write it to the run directory; block as long as the folder does."""

@@ -2,7 +2,7 @@
 
 The ranks of its host tell it which phase they are in; the watchdogs of the other hosts send a beat each second. At the
 first failure anywhere it waits until it can know the cause, reports it, and ends the ranks of its host, what they
-started, and torchrun if that hangs. It reports again below torchrun's own report, and exits.
+started, and torchrun if that hangs. Below torchrun's own report one line says it again, and it exits.
 
 Started by the first rank of a torchrun: `python -m harness.tools.watchdog.watchdog SETTINGS ...` (see client.py).
 """
@@ -26,6 +26,7 @@ import psutil
 
 from harness.runtime import clock
 from harness.runtime.errors import screen_of
+from harness.runtime.launch_folder import tell_said
 from harness.runtime.phases import phase_of_step
 from harness.runtime.processes import is_alive, name_and_pid
 from harness.tools.watchdog import channel
@@ -128,19 +129,18 @@ class Watchdog:
         """Watch from the first rank's arrival until nothing of this host's run is left."""
         screen = screen_of(self.launcher.pid)
         self.serve(lambda: bool(self._failures()) or self._is_over())
-        verdict = self._end_run(screen) if self._failures() else None
+        verdict = self._end_run() if self._failures() else None
         self.cleanup.remove_files()
         if self.beats:
             self.beats.say_farewell(self._places(), self.own, left=True)
         if verdict:
             keep_and_report(verdict, reports=any(each.rank == 0 for each in self.ranks))
+            self._end_torchrun(verdict, screen)
 
-    def _end_run(self, screen: int) -> RunVerdict | None:
-        """Report the first failure and end what is left. screen: where torchrun writes, a descriptor.
+    def _end_run(self) -> RunVerdict | None:
+        """Report the first failure and end the ranks and what they started.
 
-        Return None if a rank reported a user error, and all ranks have exited on their own. The verdict is printed
-        twice, the second time below torchrun's report, because Slurm and Kubernetes end this process together with
-        torchrun: then only the first one is seen.
+        Return None if a rank reported a user error, and all ranks have exited on their own.
         """
         self._noticed = time.monotonic()
         self.serve(self._is_decided)
@@ -155,15 +155,26 @@ class Watchdog:
         self._look_at_processes()
         for each in self.ranks:
             each.send(leave=verdict.cause.code)
-        torchrun_reports = self.settings.is_torchrun and is_alive(self.launcher)
-        who = f"the watchdog on {self.settings.host}"
-        say_in_time(verdict.text(who))
+        say_in_time(verdict.text(f"the watchdog on {self.settings.host}"))
+        if verdict.cause.kind not in ("told", "ended"):  # of a signal its launcher knows more
+            tell_said()
         self.cleanup.end_ranks(LEAVE_SECONDS)
-        if self.settings.is_torchrun:
-            self.cleanup.end_torchrun(self.launcher)
-        if torchrun_reports:
-            say_in_time(verdict.text(who), screen)
         return verdict
+
+    def _end_torchrun(self, verdict: RunVerdict, screen: int) -> None:
+        """Wait for torchrun to end, or end it. screen: where it writes, a descriptor.
+
+        launch/torchrun.py has waited for this process so far. torchrun itself prints a report below the verdict, which
+        the screen may show alone: then a line repeats the verdict's first one.
+        """
+        if not self.settings.is_torchrun:
+            return
+        reports = self.settings.holds is None and is_alive(self.launcher)
+        if self.settings.holds is not None:
+            os.close(self.settings.holds)
+        self.cleanup.end_torchrun(self.launcher)
+        if reports:
+            say_in_time(verdict.in_a_line(), screen)
 
     def _collect(self, verdict: RunVerdict) -> None:
         """Take stacks and other evidence of what hangs, before anything is ended."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,9 +122,13 @@ def test_torchrun_reports_how_a_rank_ended_and_ends_the_other(
     start: Start, launcher: str, words: tuple[str, ...], code: str
 ) -> None:
     run = start(launcher, *words)
-    assert run.ended() == 1
+    assert run.ended() == (3 if (launcher, code) == ("forked", "3") else 1)
     screen = run.screen()
-    assert f"exitcode  : {code} " in screen and "rank      : 1 (local_rank: 1)" in screen
+    if launcher == "plain":
+        assert f"exitcode  : {code} " in screen and "rank      : 1 (local_rank: 1)" in screen
+    else:
+        how = "was killed by SIGKILL" if code == "-9" else f"ended with exit code {code}"
+        assert re.fullmatch(rf"FAILED: rank 1 \(pid \d+\) {how}", screen.splitlines()[-1])
     if words[1] == "raise":
         trace = screen[screen.index("Traceback (most recent call last):") :].splitlines()
         assert (
@@ -131,8 +136,6 @@ def test_torchrun_reports_how_a_rank_ended_and_ends_the_other(
             and f'"{HERE}/rank.py"' in trace[1]
             and "ArithmeticError: planted on rank 1" in trace
         )
-    if words[1] == "kill":
-        assert "Signal 9 (SIGKILL) received by PID" in screen
 
 
 @both_ways
@@ -141,8 +144,11 @@ def test_a_signal_to_torchrun_ends_all_ranks(start: Start, launcher: str, number
     run = start(launcher, "wait")
     run.ranks()
     run.process.send_signal(number)
-    assert run.ended() == 1
-    assert f"got signal: {number.value}" in run.screen()
+    if launcher == "plain":
+        assert run.ended() == 1 and f"got signal: {number.value}" in run.screen()
+    else:
+        assert run.ended() == 128 + number
+        assert run.screen().splitlines()[-1].startswith("the run was interrupted by ")
 
 
 def test_a_signal_to_the_whole_group_ends_all(start: Start) -> None:
@@ -150,7 +156,7 @@ def test_a_signal_to_the_whole_group_ends_all(start: Start) -> None:
     run = start("forked", "wait")
     run.ranks()
     os.killpg(run.process.pid, signal.SIGINT)
-    assert run.ended() == 1
+    assert run.ended() == 130
     # Of the ranks, to which torchrun passes it on. They may write at once, so that both stand on one line.
     assert run.screen().count("KeyboardInterrupt") == 2
 
@@ -169,7 +175,7 @@ def test_what_ranks_write_goes_to_files(start: Start, launcher: str) -> None:
 
 def test_ranks_are_started_again_as_torchrun_is_told(start: Start) -> None:
     run = start("forked", "wait", "exit3", options=("--max-restarts=1",))
-    assert run.ended() == 1
+    assert run.ended() == 3
     assert run.screen().count("out of rank 1") == 2
 
 
@@ -190,6 +196,18 @@ def test_an_import_that_fails_is_not_shown_as_a_failure(start: Start, monkeypatc
     assert run.ended() == 0
     assert "starts as torchrun starts it: an import failed\n" in run.screen()
     assert "no_such_module" not in run.screen() and "Traceback" not in run.screen()
+
+
+def test_a_wrong_number_of_ranks_is_one_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, LAUNCHERS["forked"][0], "--nproc-per-node=two", str(HERE / "rank.py")],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: torchrun: ") and "Traceback" not in done.stderr
 
 
 def test_only_a_script_is_forked() -> None:

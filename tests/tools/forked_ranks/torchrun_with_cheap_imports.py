@@ -13,4 +13,4 @@ if __name__ == "__main__":
     forked_ranks.no_gpu = lambda: True
     forked_ranks.RANK_MODULES = tuple(os.environ.get("CHEAP_IMPORTS", "json setproctitle").split())
     forked_ranks.CPU_MODULES = ()
-    forked_ranks.run_torchrun()
+    sys.exit(forked_ranks.run_torchrun())

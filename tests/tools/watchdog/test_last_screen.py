@@ -1,4 +1,8 @@
-"""Real torchrun, real gloo ranks: the watchdog's verdict is the last thing on the screen, whatever ended the run."""
+"""Real torchrun, real gloo ranks: what ended the run is the last thing on the screen, whatever it was.
+
+The watchdog's verdict is printed once. launch/torchrun.py keeps torchrun's report off the screen; below that of
+torchrun itself a line repeats what the verdict began with.
+"""
 
 import os
 import re
@@ -31,12 +35,18 @@ def screen(job: Job) -> list[str]:
     return job.output().splitlines()
 
 
-def last(lines: list[str]) -> list[str]:
-    """From the verdict that came last to the end."""
-    at = max(index for index, line in enumerate(lines) if line.startswith("FIRST FAILURE: "))
-    assert not any(TORCHRUNS_OWN in line for line in lines[at:])
-    assert lines[-1].startswith("  reported by the watchdog on ")
-    return lines[at:]
+def last(lines: list[str], launcher: Launcher = "plain") -> list[str]:
+    """The verdict, and what stands last."""
+    [at] = [index for index, line in enumerate(lines) if line.startswith("FIRST FAILURE: ")]
+    verdict, after = lines[at:], []
+    for end, line in enumerate(verdict):
+        if line.startswith("  reported by the watchdog on "):
+            verdict, after = verdict[: end + 1], verdict[end + 1 :]
+    if launcher == "plain":
+        assert after[-1].startswith("first failure, see above: ")
+    else:
+        assert not any(TORCHRUNS_OWN in line for line in lines) and len(after) <= 2
+    return verdict
 
 
 def test_an_exception_is_last_with_its_traceback(tmp_path: Path) -> None:
@@ -49,8 +59,17 @@ def test_an_exception_is_last_with_its_traceback(tmp_path: Path) -> None:
     assert len(trace) <= 10
     assert trace[-1] == "  | harness.tools.inject.InjectedFault: exception@values:1:1 was asked for"
     assert any(TORCHRUNS_OWN in line for line in lines)
-    # Also before torchrun's own, for whoever only has what was written when torchrun ended.
-    assert sum(line.startswith("FIRST FAILURE: ") for line in lines) == 2
+    assert lines[-1].endswith(f"run directory: {tmp_path / 'run'}") and "InjectedFault" in lines[-1]
+
+
+def test_torchruns_report_is_kept_in_the_run_directory(tmp_path: Path) -> None:
+    job = start(tmp_path / "run", "--inject", "kill@values:1:1", launcher="forked")
+    assert job.wait(120) == 1
+    lines = job.output().splitlines()  # at once: nothing is printed after the command has returned
+    assert last(lines, "forked")[-1] == lines[-1]
+    assert job.left_behind() == [] and job.output().splitlines() == lines
+    report = next((tmp_path / "run").glob("torchrun-*.log"))
+    assert report.name in job.output() and TORCHRUNS_OWN in report.read_text()
 
 
 @pytest.mark.long
@@ -77,7 +96,10 @@ def test_a_run_that_is_told_to_end_says_so_last(tmp_path: Path, number: signal.S
     # Ctrl-C reaches all of the terminal's processes; a job scheduler tells its own child.
     os.killpg(job.process.pid, number) if number is signal.SIGINT else job.process.send_signal(number)
     told = time.monotonic()
-    first, *_ = last(screen(job))
+    lines = screen(job)
+    first, *_ = last(lines, launcher)
+    if launcher == "forked":
+        assert job.process.returncode == 128 + number and "the run was interrupted by " in lines[-1]
     assert time.monotonic() - told < 30
     assert re.match(
         rf"FIRST FAILURE: ranks? \d on \S+ (got {number.name}, .*|was killed by {number.name}) (in|after) ", first
@@ -91,7 +113,7 @@ def test_without_its_launcher_all_ends(tmp_path: Path) -> None:
     job.look()
     job.process.send_signal(signal.SIGKILL)
     told = time.monotonic()
-    first, *_ = last(screen(job))
+    [first] = [line for line in screen(job) if line.startswith("FIRST FAILURE: ")]
     assert time.monotonic() - told < 15 + 5
     assert re.match(r"FIRST FAILURE: torchrun of ranks 0, 1 on \S+ \(pid \d+\) is gone at ", first), first
 
