@@ -24,6 +24,7 @@ from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
 from harness.runtime.fork_server import ForkServer, ServerGone
 from harness.runtime.forked_tree import run_forked_tree
 from harness.runtime.processes import SupervisorKilled, run_tree
+from harness.runtime.working import working
 from harness.tools.hosts import kernel
 from harness.tools.repro import cases, shared_imports
 from harness.tools.repro.case import CANNOT, GPUS, Case, Variant
@@ -103,7 +104,8 @@ def run_case(case: Case, gpus: Sequence[str], server: ForkServer | None = None) 
 
 def run_and_show(case: Case, variant: Variant, gpus: Sequence[str], server: ForkServer | None = None) -> VariantOutcome:
     """Run one variant, and print how it ended. Raise UnsupportedEnvironment if it says that it cannot run here."""
-    outcome = run_variant(case, variant, gpus, case.timeout_seconds, server)
+    with working(f"running the {variant} variant of {case.slug}"):
+        outcome = run_variant(case, variant, gpus, case.timeout_seconds, server)
     lines = "".join(f"\n  | {line}" for line in decisive_lines(case, outcome.output))
     print(f"\n{variant}: {outcome.ending()}, {outcome.seconds:.1f} s{lines}", flush=True)
     refusal = re.search(rf"^{CANNOT}(.*)", outcome.output, re.MULTILINE)
