@@ -129,18 +129,21 @@ class Watchdog:
         """Watch from the first rank's arrival until nothing of this host's run is left."""
         screen = screen_of(self.launcher.pid)
         self.serve(lambda: bool(self._failures()) or self._is_over())
-        verdict = self._end_run() if self._failures() else None
+        verdict = self._end_run(screen) if self._failures() else None
         self.cleanup.remove_files()
         if self.beats:
             self.beats.say_farewell(self._places(), self.own, left=True)
         if verdict:
             keep_and_report(verdict, reports=any(each.rank == 0 for each in self.ranks))
-            self._end_torchrun(verdict, screen)
+            if self.settings.holds is not None:  # launch/torchrun.py has waited for this process so far
+                os.close(self.settings.holds)
+                self.cleanup.end_torchrun(self.launcher)
 
-    def _end_run(self) -> RunVerdict | None:
-        """Report the first failure and end the ranks and what they started.
+    def _end_run(self, screen: int) -> RunVerdict | None:
+        """Report the first failure and end what is left. screen: where torchrun writes, a descriptor.
 
-        Return None if a rank reported a user error, and all ranks have exited on their own.
+        torchrun itself prints a report below the verdict; a line below that repeats the verdict's first one. Return
+        None if a rank reported a user error, and all ranks have exited on their own.
         """
         self._noticed = time.monotonic()
         self.serve(self._is_decided)
@@ -155,26 +158,17 @@ class Watchdog:
         self._look_at_processes()
         for each in self.ranks:
             each.send(leave=verdict.cause.code)
+        is_plain = self.settings.is_torchrun and self.settings.holds is None
+        torchrun_reports = is_plain and is_alive(self.launcher)
         say_in_time(verdict.text(f"the watchdog on {self.settings.host}"))
         if verdict.cause.kind not in ("told", "ended"):  # of a signal its launcher knows more
             tell_said()
         self.cleanup.end_ranks(LEAVE_SECONDS)
-        return verdict
-
-    def _end_torchrun(self, verdict: RunVerdict, screen: int) -> None:
-        """Wait for torchrun to end, or end it. screen: where it writes, a descriptor.
-
-        launch/torchrun.py has waited for this process so far. torchrun itself prints a report below the verdict, which
-        the screen may show alone: then a line repeats the verdict's first one.
-        """
-        if not self.settings.is_torchrun:
-            return
-        reports = self.settings.holds is None and is_alive(self.launcher)
-        if self.settings.holds is not None:
-            os.close(self.settings.holds)
-        self.cleanup.end_torchrun(self.launcher)
-        if reports:
+        if is_plain:
+            self.cleanup.end_torchrun(self.launcher)
+        if torchrun_reports:
             say_in_time(verdict.in_a_line(), screen)
+        return verdict
 
     def _collect(self, verdict: RunVerdict) -> None:
         """Take stacks and other evidence of what hangs, before anything is ended."""
