@@ -1,4 +1,4 @@
-"""The quickstart: three PPO steps of a tiny model on two ranks, on CPU, from a bare Python 3.11 or newer.
+"""The quickstart: three PPO steps of a tiny model on two ranks, on GPUs if there are any, from a bare Python 3.11 or newer.
 
     python3 launch/quickstart.py [--section.key VALUE ...]
 
@@ -21,6 +21,7 @@ from harness.runtime import redact
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.runtime.interrupts import become
 from harness.runtime.working import working
+from harness.tools import preflight
 from harness.tools.command_line import read_command
 from harness.tools.environments import Unusable, ensure, made
 
@@ -38,11 +39,13 @@ def main(overrides: list[str]) -> int:
     arguments = [config, *overrides]
     try:
         command = read_command(arguments)
+        on_gpu = preflight.device_of(command.config) == "cuda"
+        if on_gpu and "model.dtype" not in command.reading.given:  # SGLang's kernels for GPUs do not take float32
+            arguments += ["--model.dtype", "bfloat16"]
+            command = read_command(arguments)
         if command.options.check or command.options.dry_run:  # these need no ranks
             become([sys.executable, script, *arguments])
         if made() is None:  # what this Python can tell is told before anything is installed
-            from harness.tools import preflight
-
             device = preflight.device_of(command.config)
             preflight.check_plan(command.config, device=device, reading=command.reading)
         with working("making the environment"):

@@ -16,7 +16,7 @@ VERL = "python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_
 BISECT = "--package moving --environments sites --python {bare_python} --good 1.0 --bad 1.1"
 SCRIPTS = {
     # Name -> the command line, its exit code, and what shows how far it came.
-    "quickstart": ("quickstart.py --run.dir /proc/nowhere", 1, "run.dir = /proc/nowhere cannot be made"),
+    "quickstart": ("quickstart.py --run.dir /proc/nowhere", 2, "run.dir = /proc/nowhere cannot be made"),
     "ppo": ("ppo.py --check --engine.device cpu", 0, "ok: 2 ranks"),
     "report": ("report.py run", 0, "report run/report.md"),
     "export": ("export.py run", 0, "sglang.Engine"),
