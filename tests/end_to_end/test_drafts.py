@@ -12,6 +12,8 @@ from tests.end_to_end.launching import QUICKSTART, SHARING_GPUS, Job, run
 from tests.weights.fp8_on_two_ranks import OVERRIDES
 
 DRAFTS = [word for name, value in ENGINE_ARGUMENTS.items() for word in (f"--engine.args.{name}", str(value))]
+SLOWLY = ["--actor.learning_rate", "1e-5"]
+"""Of more the model becomes another one, which the draft does not guess."""
 TEXTS = [f"{left} + {right} =" for left in range(10) for right in range(10)]
 
 
@@ -33,7 +35,7 @@ def accept_lengths(job: Job) -> list[float]:
 def test_target_and_draft_are_kept_in_step(tmp_path: Path) -> None:
     model = predictable(tmp_path / "model")
     more = ["--checkpoint.every", "2", "--checkpoint.folder", str(tmp_path / "checkpoints")]
-    job = run(tmp_path / "run", 2, QUICKSTART, "--model.name", str(model), "--run.steps", "2", *DRAFTS, *more)
+    job = run(tmp_path / "run", 2, QUICKSTART, "--model.name", str(model), "--run.steps", "2", *DRAFTS, *more, *SLOWLY)
     assert job.process.returncode == 0, job.output()[-6000:]
     verdict = next(line for line in job.output().splitlines() if "PASSED" in line)
     assert (
@@ -101,8 +103,9 @@ def test_with_what_deepseek_is_served_with(tmp_path: Path) -> None:
 def test_target_and_draft_are_kept_in_step_on_a_gpu(tmp_path: Path) -> None:
     model = predictable(tmp_path / "model", on_gpu=True)
     words = ["configs/gpu/tiny.toml", "--model.name", str(model), "--parallel.tp", "1", "--run.steps", "2"]
-    words += ["--actor.learning_rate", "1e-5"]  # of more the model is another one, which the draft does not guess
-    job = run(tmp_path / "run", 1, *words, *DRAFTS, *SHARING_GPUS, "--weights.transport", "bucket", seconds=300)
+    job = run(
+        tmp_path / "run", 1, *words, *SLOWLY, *DRAFTS, *SHARING_GPUS, "--weights.transport", "bucket", seconds=300
+    )
     assert job.process.returncode == 0, job.output()[-6000:]
     assert "tensors in the engine equal the trainer's by fingerprint" in job.output()
     assert min(accept_lengths(job)) > 1.2

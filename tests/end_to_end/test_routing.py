@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from tests.end_to_end.launching import QUICKSTART, SHARING_GPUS, run
 
-WORDS = ["--algorithm.advantage", "grpo", "--run.steps", "2"]
+WORDS = ["--algorithm.advantage", "grpo", "--run.steps", "2", "--actor.learning_rate", "1e-5"]
 
 
 def change_an_expert(file: Path) -> None:

@@ -13,12 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.rollout.cpu_mode import cpu_environment
 from harness.runtime.cpu_standins import activate
-from harness.tools import preflight
 
 
 def main(name: str, folder: str) -> None:
     activate()
-    preflight.require_absorbed_mla()
     os.environ.update(cpu_environment(1))
     import sglang
     import torch

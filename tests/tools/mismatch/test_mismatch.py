@@ -22,6 +22,13 @@ def reached_file(job: Job) -> Path:
     return job.folder.with_suffix(".reached")
 
 
+SAMPLE = (
+    *("--rollout.prompts_per_step", "8", "--rollout.responses_per_prompt", "2", "--rollout.max_response_tokens", "16"),
+    *("--actor.minibatch_size", "16", "--task.template", "Question: {question}\nAnswer: "),
+)
+"""What the planted sources were measured on: few sequences at a time, and long enough that positions matter."""
+
+
 def search(
     folder: Path,
     planted: Planted | None = None,
@@ -32,7 +39,7 @@ def search(
 ) -> tuple[int, dict[str, Any], Job]:
     """Run launch/mismatch.py to its end; return the exit code, mismatch.json and the job."""
     script = IN_TRAINER if planted and planted.name.startswith("trainer_") else "launch/mismatch.py"
-    job = Job(folder, ranks, [config, *words], script=script)
+    job = Job(folder, ranks, [config, *(SAMPLE if config == QUICKSTART else ()), *words], script=script)
     if planted:
         job.arguments += ["--model.name", planted.model, *planted.words]
         path = os.pathsep.join(filter(None, [str(PLANTS), os.environ.get("PYTHONPATH")]))
@@ -43,12 +50,15 @@ def search(
 
 
 def found_line(job: Job) -> str:
-    """The last line of the screen; what writes it outlives torchrun by a moment."""
+    """The line that says what was found; what writes it outlives torchrun by a moment.
+
+    Where the search ends early, the death of an engine's process may be told after it.
+    """
     end = time.monotonic() + 10
-    while not (last := job.output().splitlines()[-1]).startswith("found:"):
+    while not (found := [line for line in job.output().splitlines()[-2:] if line.startswith("found:")]):
         assert time.monotonic() < end, job.output()[-4000:]
         time.sleep(0.1)
-    return last
+    return found[-1]
 
 
 def check_answer(planted: Planted, code: int, answer: dict[str, Any], job: Job) -> None:
