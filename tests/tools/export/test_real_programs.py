@@ -87,7 +87,8 @@ def test_a_repro_ends_as_its_run_did(tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, QUICKSTART, "--run.inject", "kill@sync:1:1")
     assert slug_of(job.log) == "injected-fault"
     repro_code, repro_log = run_repro(export(tmp_path / "elsewhere", str(job.folder)))
-    assert repro_code == exit_code(job.output(), job.process.returncode), repro_log.read_text()[-4000:]
+    assert job.process.returncode == 1
+    assert repro_code == -SIGKILL, repro_log.read_text()[-4000:]  # torchrun tells how its rank ended
     assert slug_of(repro_log) is None, repro_log.read_text()[-4000:]
     assert "\nsglang: " in repro_log.read_text(), "what sglang.check_env prints"
     control_code, control_log = run_repro(repro_log.with_suffix(".py"), "--arm", "control")
