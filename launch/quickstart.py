@@ -22,7 +22,7 @@ from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.runtime.interrupts import become
 from harness.runtime.working import working
 from harness.tools import preflight
-from harness.tools.command_line import read_command
+from harness.tools.command_line import exit_with, read_command
 from harness.tools.environments import Unusable, ensure, made
 
 TORCHRUN = "launch/torchrun.py"
@@ -78,4 +78,4 @@ def main(overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main, sys.argv[1:])

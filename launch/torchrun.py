@@ -2,8 +2,8 @@
 
     .venv/bin/python launch/torchrun.py --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml
 
-Takes torchrun's options and is torchrun; only the start of a rank and the end of a run differ. Without a GPU, one process imports torch,
-transformers and SGLang, and all ranks of the host are forked from it. With a GPU the imports cannot be shared. The
+It takes torchrun's options and runs torchrun; only how ranks start and how a failed run ends are different. Without a
+GPU, one process imports torch, transformers and SGLang, and all ranks of the host are forked from it. With a GPU the imports cannot be shared. The
 ranks of ppo.py and mismatch.py are then processes that begin their imports while torchrun starts, if this host runs all
 ranks; all other ranks are started as torchrun starts them.
 

@@ -81,9 +81,10 @@ def without_consequences(found: Iterable[Mistake]) -> list[Mistake]:
 
 
 def in_order(found: Sequence[Mistake], given: Mapping[str, str]) -> list[Mistake]:
-    """Return the likeliest causes first: what the command line sets, what depends on that, what the files set.
+    """Sort mistakes so that the likeliest cause comes first: keys set on the command line, then mistakes that mention such a
+    key, then keys set in files.
 
-    Among these, a mistake that names the keys of others comes after them: it may be their consequence.
+    Within each group, a mistake that mentions another mistake's key comes after it, because it may only follow from it.
     """
     wrong = {each.key for each in found}
     on_command_line = {key for key, source in given.items() if source == COMMAND_LINE}

@@ -22,12 +22,12 @@ NAMES = {int(signal.SIGINT): "Ctrl-C (SIGINT)", int(signal.SIGTERM): "SIGTERM", 
 
 
 class Interrupted(SystemExit):
-    """A signal came. Its argument is the exit code, 128 + the signal's number, as in a shell."""
+    """Raised when a signal arrives. Its argument is the exit code: 128 plus the signal's number, as in a shell."""
 
 
 @dataclass(slots=True)
 class Ending:
-    """How this process ends if a signal comes."""
+    """What this process does when Ctrl-C or SIGTERM arrives, and what it says last."""
 
     program: str
     pid: int = field(default_factory=os.getpid)

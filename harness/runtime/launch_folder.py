@@ -35,7 +35,7 @@ def tell_report(file: Path) -> None:
 
 
 def told_report(folder: Path) -> Path | None:
-    """Return what tell_report() told, None if the ranks never got so far."""
+    """Return the file that tell_report() named, or None if the ranks ended before they called it."""
     file = folder / _REPORT
     return Path(file.read_text(encoding="utf-8")) if file.exists() else None
 

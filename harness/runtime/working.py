@@ -58,7 +58,7 @@ class Work:
 
 @dataclass(slots=True)
 class _Open:
-    """Works that are open, the innermost last, and the voice of all."""
+    """The working() blocks that a thread is inside of, outermost first, and where all of them speak."""
 
     voice: Voice
     works: list[Work] = field(default_factory=list)

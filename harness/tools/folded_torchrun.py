@@ -1,8 +1,8 @@
 """torchrun with its own words kept off the screen: what is left to read is what the ranks and their watchdog say.
 
-Of a run that fails torchrun prints a report and a traceback, 50 to 150 lines. They are kept in the run directory, as
-torchrun-HOST.log; if the ranks made none, the last line says which rank ended how. The ranks' own output still goes to the screen at once. torchrun's folder for temporary files is
-private to the launch and ends with it.
+When a run fails, torchrun prints a report and a traceback, 50 to 150 lines. They go to torchrun-HOST.log in the run
+directory. If the ranks never made a run directory, the last line says which rank ended and how. The ranks' own output
+still goes to the screen at once. torchrun's folder for temporary files belongs to the launch and is removed with it.
 """
 
 import io
@@ -25,7 +25,7 @@ from harness.runtime.phases import RUN, phase_of_step
 from harness.runtime.working import Work, working
 
 WATCHDOG_SECONDS = 25.0
-"""How long the watchdog may take to end what the run has left, and to write its reports."""
+"""How long to wait for the watchdog to kill leftover processes and write the reports."""
 FAILED = 1
 
 
@@ -110,7 +110,10 @@ class Launch:
 
 
 def _how_it_ended(error: Any) -> tuple[int, str]:
-    """Return the exit code of the rank that failed first, and how it ended. error: torch's ChildFailedError."""
+    """Return an exit code and a sentence for the rank that torch's ChildFailedError says failed first.
+
+    The code is that rank's own, or 1 if a signal killed it.
+    """
     rank, failure = error.get_first_failure()
     who = f"FAILED: rank {rank} (pid {failure.pid})"
     if failure.exitcode < 0:

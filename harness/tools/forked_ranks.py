@@ -121,7 +121,7 @@ def check_numbers(words: Sequence[str]) -> None:
 def run_torchrun() -> int:
     """Start the imports, and run torchrun on this process's arguments meanwhile. Return the exit code.
 
-    What torchrun itself prints is kept in the run directory: see folded_torchrun.
+    torchrun's own output goes to a file in the run directory (see folded_torchrun).
     """
     with folded_torchrun.Launch.open("importing torch, transformers and SGLang") as launch:
         servers = start_ranks_early(sys.argv[1:]) if not no_gpu() else [start_ranks_server()]

@@ -154,7 +154,7 @@ class Search:
         self.unknown: dict[str, str] = {}
         """For a fact that is not known: why, as part of a sentence."""
         self.rows: dict[str, list[Row]] = {}
-        """Section that names the rows -> those that could be read."""
+        """Config section ("task", "validation") -> the rows of its source that could be read."""
 
     def resolve(self, device: Device, why_no_gpu: str = "", environment: Mapping[str, str] | None = None) -> Resolved:
         """Look at everything, and resolve the config. Raise what is wrong."""

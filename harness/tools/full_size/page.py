@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-import jinja2
-
 from harness.runtime.units import GIB
 from harness.tools.full_size.compare import ranges
 from harness.tools.full_size.findings import KV_CACHE_SCALES
@@ -33,8 +31,8 @@ from harness.tools.full_size.model_verdict import SHOWN, Answer, total_gb
 from harness.tools.full_size.ranks_at_true_size import NO_LAYER, EngineRank, layer_of
 from harness.tools.full_size.sync_plan import SyncPlan
 from harness.tools.full_size.whole_run import WholeRun
+from harness.tools.page_template import page_template
 
-TEMPLATE = "page.html.jinja"
 MOST_RANKS = 128
 """Columns of a map of trainer ranks; where there are more, their hosts are shown."""
 MOST_ROWS = 64
@@ -116,15 +114,7 @@ class Faults:
 
 def page_of(answer: Answer) -> str:
     """Return the page."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-    )
-    return environment.get_template(TEMPLATE).render(
+    return page_template(Path(__file__).parent).render(
         answer=answer,
         facts=list(facts_of(answer)),
         lines=list(answer.engine_lines()) if answer.ranks else [],

@@ -223,7 +223,7 @@ def stood(subject: Subject) -> list[str]:
 
 
 def reproduce(subject: Subject) -> list[str]:
-    """Return the command that runs it again, and what its config has besides the defaults."""
+    """Return a section with the command to run it again, and the config keys that differ from their defaults."""
     words = [subject.script, "config.toml", *subject.options]
     changed = to_toml(subject.config, without=Config()).rstrip().splitlines()
     return section(

@@ -12,7 +12,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
@@ -22,6 +21,7 @@ from harness.runtime.files import is_regular, replace_file
 from harness.tools.diagnose.diagnose import CatalogueMatch, diagnose
 from harness.tools.diagnose.log_lines import log_files
 from harness.tools.export.subject import Subject, read_subject
+from harness.tools.page_template import page_template
 from harness.tools.report import line_chart, timeline
 from harness.tools.report.issue_text import Metrics, details, folded_config, opening, outcome_of
 from harness.tools.report.trace import write_trace
@@ -91,16 +91,8 @@ def page(subject: Subject, first: str, rest: str, metrics: Sequence[Metrics]) ->
     rules that issue_text uses are enabled: no raw HTML, no images, and no links but the http ones that are made below.
     The template escapes everything else.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-    )
-    environment.globals |= {"chart_size": line_chart, "lane_size": timeline}
-    return environment.get_template("page.html.jinja").render(
+    template = page_template(Path(__file__).parent, chart_size=line_chart, lane_size=timeline)
+    return template.render(
         title=first.partition("\n")[0].removeprefix("# "),
         outcome=outcome_of(subject.seen),
         style=Markup(Path(__file__).with_name("page.css").read_text(encoding="utf-8")),

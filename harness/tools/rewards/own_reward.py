@@ -75,7 +75,10 @@ def _why_not(body: Sequence[ast.stmt], name: str) -> str:
 
 
 def _wrong_parameters(function: ast.FunctionDef | ast.Lambda) -> str:
-    """Return why a function cannot be called with PARAMETERS; "" if it can, or if its decorators may change that."""
+    """Return why a function cannot be called with PARAMETERS, or "" if it can.
+
+    A decorator may change the signature, so a decorated function is not judged.
+    """
     if isinstance(function, ast.FunctionDef) and function.decorator_list:
         return ""
     given = function.args
