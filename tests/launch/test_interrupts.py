@@ -117,7 +117,8 @@ with tempfile.TemporaryDirectory(), working.working("the work"):
     if os.fork() == 0:
         time.sleep(600)
     print("ready", flush=True)
-    time.sleep(600)
+    while True:  # a signal that comes just before a long sleep begins does not cut it short
+        time.sleep(0.05)
 """
 
 
