@@ -6,8 +6,8 @@ from harness.rollout.engine import RolloutEngine
 from harness.rollout.served_models import DRAFT, role_of
 from harness.weights.fusing import FusingGroup
 from harness.weights.presync_checks import unfilled_parameters
-from harness.weights.worker import coverage, poison
-from harness.weights.worker.coverage import LoadCoverage
+from harness.weights.traced.coverage import LoadCoverage
+from harness.weights.worker import kept_trace, poison
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class EngineLoader:
     def trace(self) -> None:
         """Learn what each scheduler's loader would fill. Those whose last trace still holds do not trace again."""
         with self.engine.weight_update():
-            found = self.engine.group.all_gather(self.engine.ask(coverage.cover, self.groups))
+            found = self.engine.group.all_gather(self.engine.ask(kept_trace.cover, self.groups))
         is_first = not self.coverage
         self.coverage = tuple(found[rank] for rank in self.engine.group.ranks)
         if is_first:
@@ -56,9 +56,9 @@ class EngineLoader:
         return found
 
     def other_tensors(self, *, derived: bool = False) -> dict[int, dict[str, int]]:
-        """Return engine rank -> fingerprints of what no sync fills, or no copy; see worker/coverage.py."""
+        """Return engine rank -> fingerprints of what no sync fills, or no copy; see worker/kept_trace.py."""
         with self.engine.weight_update():
-            by_rank = self.engine.group.all_gather(self.engine.ask(coverage.other_tensors, derived))
+            by_rank = self.engine.group.all_gather(self.engine.ask(kept_trace.other_tensors, derived))
         return {place: by_rank[rank] for place, rank in enumerate(self.engine.group.ranks)}
 
     def poison(self, number: int) -> list[str]:
@@ -74,7 +74,7 @@ class EngineLoader:
 
     def _ask_fingerprints(self) -> dict[int, dict[str, int]]:
         with self.engine.weight_update():
-            by_rank = self.engine.group.all_gather(self.engine.ask(coverage.fingerprints))
+            by_rank = self.engine.group.all_gather(self.engine.ask(kept_trace.fingerprints))
         return {place: by_rank[rank] for place, rank in enumerate(self.engine.group.ranks)}
 
     def _complete(self, found: dict[int, dict[str, int]]) -> bool:

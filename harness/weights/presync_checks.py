@@ -16,7 +16,7 @@ from harness.cluster.world import all_gather
 from harness.trainer.rows import own_rows
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import TensorView, loses_precision, span, without_numbers
-from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
+from harness.weights.traced.coverage import LoadCoverage, LoaderCopy
 
 SHOWN = 8
 """How many tensors a message names."""

@@ -14,9 +14,9 @@ from harness.weights.loader import EngineLoader
 from harness.weights.model_files import copy_all_but_weights
 from harness.weights.presync_checks import check_complete, check_coverage, check_finite, check_shards
 from harness.weights.sent_model import SentModel
+from harness.weights.traced.model_state import WEIGHTS_IN_8_BITS, reset_scales_of_kv_cache
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.transports import Transport, make_transport
-from harness.weights.worker.model_state import WEIGHTS_IN_8_BITS, reset_scales_of_kv_cache
 
 
 class WeightSync:

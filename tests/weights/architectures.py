@@ -180,7 +180,7 @@ def engine_model_of(name: str, folder: Path) -> Any:
 
 def of_floats(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the model's tensors of floats by name, each once."""
-    from harness.weights.worker.model_state import model_tensors
+    from harness.weights.traced.model_state import model_tensors
 
     seen = set()
     for name, tensor in model_tensors(model).items():

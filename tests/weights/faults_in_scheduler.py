@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from harness.weights.pull.copies import CpuCopies
 from harness.weights.pull.puller import Puller
-from harness.weights.worker.loader_trace import GroupTrace
-from harness.weights.worker.model_state import model_tensors
+from harness.weights.traced.loader_trace import GroupTrace
+from harness.weights.traced.model_state import model_tensors
 
 LINGER = f"{__name__}.linger"
 SKIP = f"{__name__}.skip"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.weights.worker.model_state import model_tensors
+from harness.weights.traced.model_state import model_tensors
 
 FLIP = f"{__name__}.flip_a_bit"
 DOUBLE = f"{__name__}.double_a_scale"

@@ -17,7 +17,7 @@ from harness.weights.loader import EngineLoader
 from harness.weights.tensor_view import TensorView
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.verification.fingerprint import compare_fingerprints
-from harness.weights.worker import coverage
+from harness.weights.worker import kept_trace
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -153,5 +153,5 @@ def test_a_parameter_of_the_draft_that_nothing_fills_is_named_by_its_role() -> N
         Loads({"embed": "model.embed_tokens.weight"}, TRAINED),
         Loads({"own": "model.layers.1.eh_proj.weight"}, MTP),
     )
-    found = coverage.cover(ServedModels(target, draft), fusing_groups(Given(TRAINED).layout()[:1]))
+    found = kept_trace.cover(ServedModels(target, draft), fusing_groups(Given(TRAINED).layout()[:1]))
     assert {name: count for name, (count, _) in found.missing.items() if count} == {"draft.own": 8}

@@ -25,7 +25,7 @@ from harness.weights.presync_checks import (
     unfilled_on_some_ranks,
 )
 from harness.weights.tensor_view import TensorView
-from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
+from harness.weights.traced.coverage import LoadCoverage, LoaderCopy
 from harness.weights.zero_padding import ModelSizes
 from tests.cluster.gloo import on_ranks
 from tests.weights.toy_model import view_of

@@ -7,7 +7,7 @@ from harness.rollout.sglang_api.absent_hardware import tells_what_is_absent
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size.ranks_at_true_size import EngineRank, filled_in_part, given_to_all, layer_of
 from harness.weights.presync_checks import coverage_problems, unfilled_parameters
-from harness.weights.worker.coverage import LoadCoverage
+from harness.weights.traced.coverage import LoadCoverage
 
 KV_CACHE_SCALES = (".k_scale", ".v_scale")
 """Parameters that a quantized attention has for a KV cache in float8. Without them SGLang takes 1.0."""

@@ -30,8 +30,9 @@ from harness.tools.full_size.forks import ForkEnded, Told, in_forks
 from harness.tools.full_size.ranks_in_line import RanksInLine
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import span
-from harness.weights.worker.coverage import LoadCoverage, LoaderCopy, LoaderTrace
-from harness.weights.worker.undo import storage
+from harness.weights.traced.coverage import LoadCoverage, LoaderCopy
+from harness.weights.traced.rank_trace import LoaderTrace
+from harness.weights.traced.undo import storage
 
 NO_LAYER = -1
 """Stands for what is outside the decoder layers: the embedding, the last norm and the head."""

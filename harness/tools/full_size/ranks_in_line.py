@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import NUMBER, TensorView
-from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
+from harness.weights.traced.coverage import LoadCoverage, LoaderCopy
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from harness.weights.pull.exchange import Need, Parcel, PullBatch, packed
 from harness.weights.pull.regions import Cut, Region, regions
 from harness.weights.pull.shards import OpenShards, RankShards
 from harness.weights.pull.tiles import Move
-from harness.weights.worker import coverage
-from harness.weights.worker.coverage import LoaderTrace
-from harness.weights.worker.loader_trace import GroupTrace
+from harness.weights.traced.loader_trace import GroupTrace
+from harness.weights.traced.rank_trace import LoaderTrace
+from harness.weights.worker import kept_trace
 
 STAGING = "staging"
 """The name under which a trainer rank's staging buffer is exported."""
@@ -217,7 +217,7 @@ def plan(model: Any, sources: Sources) -> tuple[Need, ...]:
     if before:
         before.close()
     if sources.groups is not None:
-        trace = coverage.trace_of(model, sources.groups)
+        trace = kept_trace.trace_of(model, sources.groups)
     else:
         trace = _kept_for(model, sources.transport).trace
         trace.refresh()

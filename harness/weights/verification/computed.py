@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from harness.trainer.model import named_tensors
-from harness.weights.worker.model_state import WRAP, Powers, weighted_sum
+from harness.weights.traced.model_state import WRAP, Powers, weighted_sum
 
 
 @contextmanager

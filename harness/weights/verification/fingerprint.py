@@ -22,9 +22,9 @@ from harness.weights.loader import EngineLoader
 from harness.weights.presync_checks import unfilled_parameters
 from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import loses_precision
+from harness.weights.traced.model_state import WRAP, Powers, weighted_sum
 from harness.weights.trainer_weights import TrainerWeights
-from harness.weights.worker.coverage import PADDING
-from harness.weights.worker.model_state import WRAP, Powers, weighted_sum
+from harness.weights.worker.kept_trace import PADDING
 
 Box = tuple[str, int, tuple[tuple[int, int], ...]]
 """What a copy reads: checkpoint name, offset and steps; equal for ranks that hold the same elements."""

@@ -7,8 +7,8 @@ from harness.rollout.engine import RolloutEngine
 from harness.rollout.served_models import TARGET
 from harness.weights.loader import EngineLoader
 from harness.weights.tensor_view import TensorView
+from harness.weights.traced.model_state import DERIVED
 from harness.weights.worker import compare_tensors
-from harness.weights.worker.model_state import DERIVED
 
 Snapshot = dict[str, int]
 """The engine's own name of a tensor -> a fingerprint of its bytes, in the scheduler next to this rank."""

@@ -12,9 +12,9 @@ from harness.config.model_rules import EXPERTS
 from harness.weights.log_probs import FACTOR, Allowed, LogProbDifference
 from harness.weights.presync_checks import first_of
 from harness.weights.tensor_view import loses_precision
+from harness.weights.traced.coverage import LoadCoverage
 from harness.weights.verification.checked_run import CheckedRun
 from harness.weights.verification.second_look import Scored
-from harness.weights.worker.coverage import LoadCoverage
 
 
 @dataclass(kw_only=True, slots=True)

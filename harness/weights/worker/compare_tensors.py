@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from harness.weights.tensor_view import TensorView
-from harness.weights.worker.coverage import LoaderTrace, kept_trace
-from harness.weights.worker.loader_trace import in_this_thread
-from harness.weights.worker.model_state import INTEGER, synced_tensors, weighted_sum
-from harness.weights.worker.undo import UndoneWrites
+from harness.weights.traced.loader_trace import in_this_thread
+from harness.weights.traced.model_state import INTEGER, synced_tensors, weighted_sum
+from harness.weights.traced.rank_trace import LoaderTrace
+from harness.weights.traced.undo import UndoneWrites
+from harness.weights.worker.kept_trace import kept_trace
 
 Differences = dict[str, tuple[int, int]]
 """Name of a tensor -> (elements that differ in any bit, elements of all that was compared)."""

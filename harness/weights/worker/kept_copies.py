@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.weights.worker.model_state import synced_tensors
+from harness.weights.traced.model_state import synced_tensors
 
 _KEPT = "_harness_kept_copies"
 LAYER = re.compile(r"^((?:.*?\.)?\d+)\.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from harness.weights.worker.coverage import kept_trace
+from harness.weights.worker.kept_trace import kept_trace
 
 BYTE = 0x20
 """Added to a number below 16 this is finite and not zero in every 8-bit float of torch."""

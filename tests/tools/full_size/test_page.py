@@ -27,7 +27,7 @@ from harness.tools.full_size.sync_plan import RunShape, SyncPlan
 from harness.tools.full_size.trainer_names import TrainerNames
 from harness.tools.full_size.whole_run import WholeRun, missing_bytes, own_parts
 from harness.weights.tensor_view import TensorView
-from harness.weights.worker.coverage import LoadCoverage
+from harness.weights.traced.coverage import LoadCoverage
 from tests.tools.full_size.test_full_size import full_size, with_layers
 
 LAYERS = range(9)

@@ -9,7 +9,7 @@ import torch
 from harness.tools.full_size.ranks_in_line import RanksInLine
 from harness.weights.fusing import FusingGroup, fusing_groups
 from harness.weights.tensor_view import TensorView
-from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
+from harness.weights.traced.coverage import LoadCoverage, LoaderCopy
 from tests.weights.toy_model import view_of
 
 RANKS = 6

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.trainer.offload import local
+from harness.weights.traced import model_state as fingerprint
+from harness.weights.traced.model_state import BASE, INTEGER, weighted_sum
 from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
-from harness.weights.worker import model_state as fingerprint
-from harness.weights.worker.model_state import BASE, INTEGER, weighted_sum
 from tests.weights.toy_model import SHAPES, Toy, ToySync, layout_of, live_name, live_of, sent, sync_to
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from harness.weights.loader import EngineLoader
+from harness.weights.traced.coverage import LoadCoverage, LoaderCopy
 from harness.weights.verification.snapshot import changed_tensors, describe_tensor, snapshot_weights
-from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
 from tests.weights.toy_model import SHAPES, Toy, layout_of, live_of, sent, sync_to, view_of
 
 

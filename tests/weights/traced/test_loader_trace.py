@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.weights.tensor_view import TensorView
-from harness.weights.worker.loader_trace import GroupTrace, overlap, trace_loader
-from harness.weights.worker.undo import UndoneWrites, storage
-from tests.weights.worker.loading_styles import STYLES, Loader, Model, Sizes, Weights, memory_of, sizes
+from harness.weights.traced.loader_trace import GroupTrace, overlap, trace_loader
+from harness.weights.traced.undo import UndoneWrites, storage
+from tests.weights.traced.loading_styles import STYLES, Loader, Model, Sizes, Weights, memory_of, sizes
 
 
 def same(one: Model, other: Model) -> bool:

@@ -7,8 +7,8 @@ import torch
 
 from harness.weights.fusing import fusing_groups
 from harness.weights.tensor_view import TensorView
-from harness.weights.worker import coverage
-from harness.weights.worker.coverage import LoadCoverage
+from harness.weights.traced.coverage import LoadCoverage
+from harness.weights.worker import kept_trace
 from tests.weights.toy_model import SHAPES, Toy, layout_of, view_of
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 def traced(layout: tuple[TensorView, ...], model: Toy | None = None) -> LoadCoverage:
     groups = fusing_groups(layout)
-    found = coverage.cover(model or Toy(), groups)
+    found = kept_trace.cover(model or Toy(), groups)
     assert found.rank == 0 and len(found.copies) == len(groups)
     return found
 

@@ -1,13 +1,13 @@
-"""A scheduler's trace of its own loader: where every tensor that is sent would go, and what that leaves out.
+"""One rank's trace of its own loader: where every tensor that is sent goes, and what that leaves out.
 
-A trainer rank asks the scheduler next to it for these functions (rollout/schedulers.py). The trace is kept on the
-model, because nothing else of ours lives as long as the scheduler does.
+The rank's model may be a scheduler's, or one on the meta device: the answer is the same. It is the one model of "what
+must this rank hold" that fingerprints, coverage, poison, a pull, launch/full_size.py and launch/verify.py share.
 """
 
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,80 +18,14 @@ import torch.distributed as dist
 
 from harness.rollout.served_models import models_in
 from harness.weights.fusing import FusingGroup
-from harness.weights.tensor_view import NUMBER, TensorView, span, without_numbers
-from harness.weights.worker.alike_groups import AlikeGroups
-from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
-from harness.weights.worker.model_state import (
-    SCALES_OF_KV_CACHE,
-    Powers,
-    derived_tensors,
-    fingerprint,
-    model_tensors,
-    sent_parameters,
-    weighted_sum,
-)
-from harness.weights.worker.undo import UndoneWrites, address, storage
-from harness.weights.worker.written_twice import written_twice
+from harness.weights.tensor_view import TensorView, span
+from harness.weights.traced.alike_groups import AlikeGroups
+from harness.weights.traced.coverage import LoadCoverage, LoaderCopy, excuse
+from harness.weights.traced.loader_trace import Copy, GroupTrace, trace_loader
+from harness.weights.traced.model_state import derived_tensors, model_tensors, sent_parameters
+from harness.weights.traced.undo import UndoneWrites, address, storage
+from harness.weights.traced.written_twice import written_twice
 from harness.weights.zero_padding import ModelSizes
-
-_KEPT = "_harness_trace"
-PADDING = "padding"
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderCopy:
-    """One copy that a scheduler's loader would make, as the trainer needs to know it."""
-
-    source: TensorView
-    """What it reads of one of the tensors that are sent."""
-    into: str
-    """The engine's own tensor that it fills, at least in part; "" if the copy goes into none of them."""
-    held: torch.dtype
-    """The dtype of that tensor."""
-
-
-@dataclass(kw_only=True, slots=True)
-class LoadCoverage:
-    """What the load_weights of one scheduler does with each group of tensors, for the trainer."""
-
-    rank: int
-    """The engine rank of the scheduler."""
-    dtype: torch.dtype | None = None
-    """The dtype of most elements of the engine's parameters."""
-    copies: list[list[LoaderCopy]] = field(default_factory=list)
-    """The copies of each group."""
-    unknown: list[str] = field(default_factory=list)
-    """Checkpoint names that the loader ignores."""
-    errors: dict[str, str] = field(default_factory=dict)
-    """Checkpoint name, or names joined by commas -> what the loader raised."""
-    opaque: list[str] = field(default_factory=list)
-    """Checkpoint names that arrive in a way that cannot be followed: only loading them again shows whether they did."""
-    computing: list[str] = field(default_factory=list)
-    """Names of tensors of the trainer, as sent, that the loader does more with than copy: those to load again."""
-    padded: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Number of a group -> the engine's tensors that its load makes zero in part -> how many of their elements."""
-    sizes: ModelSizes = field(default_factory=ModelSizes)
-    """The sizes in the config of the engine's model, which may explain these zeros."""
-    derives: bool = False
-    """The loader ends with post_load_weights, which derives tensors from what was copied."""
-    derived_over: list[str] = field(default_factory=list)
-    """Those of `computing` that post_load_weights changes in place: only both together can be done again."""
-    missing: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The engine's parameter -> (elements that nothing fills, all elements), less those that a refused tensor would
-    fill."""
-
-    only_once: str = ""
-    """Why the loader cannot load a second time after it has loaded once; "" if it can."""
-    overwritten: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """The engine's tensor -> the first two checkpoint names that fill the same elements of it; the second one stays."""
-
-    @property
-    def filled(self) -> dict[str, list[str]]:
-        """The engine's own names of tensors -> checkpoint names that fill them, at least in part."""
-        found: dict[str, dict[str, None]] = {}
-        for copy in itertools.chain(*self.copies):
-            found.setdefault(copy.into, {})[copy.source.name] = None
-        return {name: list(names) for name, names in found.items()}
 
 
 @dataclass(slots=True)
@@ -375,31 +309,6 @@ class LoaderTrace:
         return self.trace_group(replace(group, views=others), undone) if others else GroupTrace(())
 
 
-def excuse(
-    missing: dict[str, tuple[int, int]], refused: Collection[str], copies: Sequence[Sequence[LoaderCopy]]
-) -> None:
-    """Subtract from what is missing what the refused tensors would fill if they fitted.
-
-    That is what tensors fill whose names differ from theirs in numbers alone, such as those of another layer. Where
-    there are none, nothing is said of the parameter of the same name, or of those of the module that are not filled.
-    """
-    fills: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    for copy in itertools.chain(*copies):
-        fills[without_numbers(copy.source.name)][copy.source.name][copy.into] += copy.source.numel
-    for name in refused:
-        alike = fills.get(without_numbers(name), {})
-        due = {into: count for each in alike.values() for into, count in each.items()}
-        numbers = NUMBER.findall(name)
-        places = {without_numbers(into): count for into, count in due.items()}
-        module = name.rpartition(".")[0]
-        for into, (lost, elements) in list(missing.items()):
-            numbered = NUMBER.findall(into)
-            if numbered == numbers[: len(numbered)] and (count := places.get(without_numbers(into), 0)):
-                missing[into] = max(0, lost - count), elements
-            elif lost and not due and (into == name or (name not in missing and into.startswith(f"{module}."))):
-                del missing[into]
-
-
 def _parts(traces: Sequence[GroupTrace]) -> dict[int, list[torch.Tensor]]:
     """Return what these groups' loads write, by address of the storage."""
     parts: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -412,79 +321,6 @@ def _parts(traces: Sequence[GroupTrace]) -> dict[int, list[torch.Tensor]]:
 def _some(names: Sequence[str]) -> str:
     """Name the first, and say how many more there are."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def kept_trace(model: Any) -> LoaderTrace:
-    """Return the trace of the scheduler whose model this is, as `trace_of` made it."""
-    found = getattr(model, _KEPT, None)
-    assert isinstance(found, LoaderTrace), "this scheduler has never traced its loader"
-    return found
-
-
-def trace_of(model: Any, groups: tuple[FusingGroup, ...]) -> LoaderTrace:
-    """Return the kept trace if it is of these groups, traced again if SGLang has replaced a tensor; else trace now."""
-    kept: LoaderTrace | None = getattr(model, _KEPT, None)
-    if kept and kept.groups == groups:
-        if not (kept.is_current and kept.knows_all_parameters):
-            kept.run()
-        return kept
-    made = LoaderTrace(model, groups)
-    made.run()
-    setattr(model, _KEPT, made)
-    return made
-
-
-def cover(model: Any, groups: tuple[FusingGroup, ...]) -> LoadCoverage:
-    """Return what this scheduler's loader does with each group of tensors."""
-    return trace_of(model, groups).coverage()
-
-
-@torch.no_grad()
-def fingerprints(model: Any, _: None = None) -> dict[str, int]:
-    """Return the fingerprint of what each copy filled as "<group>/<copy>" -> number; empty if SGLang replaced a tensor.
-
-    Also "<group>/padding" -> elements that are not zero where the loader makes them zero.
-    """
-    kept: LoaderTrace | None = getattr(model, _KEPT, None)
-    if not kept or not kept.is_current or not kept.knows_all_parameters:
-        return {}
-    sums: dict[str, torch.Tensor] = {}
-    powers = Powers()
-    for number, (traced, padding) in enumerate(zip(kept.traces, kept.padding, strict=True)):
-        for part, copy in enumerate(traced.copies):
-            sums[f"{number}/{part}"] = fingerprint(copy.target, copy.source, powers)
-        if padding:
-            sums[f"{number}/{PADDING}"] = torch.stack([(zeros != 0).sum() for zeros in padding]).sum()
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
-
-
-@torch.no_grad()
-def other_tensors(model: Any, derived: bool) -> dict[str, int]:
-    """Return a fingerprint of each buffer, and each scale of the KV cache, that no sync fills: name and form -> number.
-
-    A rotary table, for example. The form is in the name, because SGLang makes some of them longer when it needs to.
-    derived: also return those of the tensors that a loader derives, such as w_kc.
-    """
-    kept = kept_trace(model)
-    filled = {storage(each) for _, each in kept.filled_tensors()}
-    scales = {name: each for name, each in model.named_parameters() if name.endswith(SCALES_OF_KV_CACHE)}
-    others = {
-        name: each for name, each in (dict(model.named_buffers()) | scales).items() if storage(each) not in filled
-    }
-    if derived:
-        others |= {name: each for name, each in derived_tensors(model).items() if name in kept.derived}
-    powers = Powers()
-    sums = [weighted_sum(each.contiguous().reshape(-1), (1,), 0, powers) for each in others.values()]
-    names = [f"{name} ({each.dtype}, {list(each.shape)})" for name, each in others.items()]
-    return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
-
-
-def parameter_addresses(model: Any) -> frozenset[int]:
-    """Return where the model's parameters lie.
-
-    SGLang gives some of them another name as it needs them, and no other place.
-    """
-    return frozenset(address(each) for each in model.parameters())
 
 
 def missing_elements(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> int:
@@ -504,3 +340,11 @@ def begins_within(part: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Return whether `part`, which shares the tensor's storage, begins inside the tensor."""
     reach = span(tensor.shape, tensor.stride()) * tensor.element_size()
     return 0 <= address(part) - address(tensor) < max(reach, 1)
+
+
+def parameter_addresses(model: Any) -> frozenset[int]:
+    """Return where the model's parameters lie.
+
+    SGLang gives some of them another name as it needs them, and no other place.
+    """
+    return frozenset(address(each) for each in model.parameters())

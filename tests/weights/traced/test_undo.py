@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.weights.worker.undo import UndoneWrites
+from harness.weights.traced.undo import UndoneWrites
 
 
 class Holder(nn.Module):

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from harness.weights.tensor_view import span
-from harness.weights.worker.loader_trace import Copy, overlap
-from harness.weights.worker.undo import address, storage
+from harness.weights.traced.loader_trace import Copy, overlap
+from harness.weights.traced.undo import address, storage
 
 
 def written_twice(copies: Iterable[Copy]) -> Iterator[tuple[Copy, Copy]]:

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.weights.tensor_view import TensorView, span
-from harness.weights.worker.undo import UndoneWrites, address, is_view, storage, tensors_in, written
+from harness.weights.traced.undo import UndoneWrites, address, is_view, storage, tensors_in, written
 
 aten = torch.ops.aten
 ONLY_SHAPE = {

@@ -3,8 +3,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.weights.traced.model_state import reset_scales_of_kv_cache, synced_tensors
 from harness.weights.worker.compare_tensors import held_tensors
-from harness.weights.worker.model_state import reset_scales_of_kv_cache, synced_tensors
 
 
 def held_by(rank: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import TensorView, without_numbers
-from harness.weights.worker.loader_trace import Copy, GroupTrace
+from harness.weights.traced.loader_trace import Copy, GroupTrace
 
 CALL_BYTES = 1 << 36
 """How much is given to one call of a loader. The memory is never touched, but must be a range of addresses."""

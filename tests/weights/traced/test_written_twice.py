@@ -3,8 +3,8 @@
 import torch
 
 from harness.weights.tensor_view import TensorView
-from harness.weights.worker.loader_trace import Copy
-from harness.weights.worker.written_twice import written_twice
+from harness.weights.traced.loader_trace import Copy
+from harness.weights.traced.written_twice import written_twice
 
 
 def copy(target: torch.Tensor, name: str) -> Copy:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.weights.worker.model_state import INTEGER, model_tensors
+from harness.weights.traced.model_state import INTEGER, model_tensors
 
 Place = tuple[dict[str, Any], str]
 """A module's parameters, buffers or attributes, and the name in there."""
