@@ -15,6 +15,8 @@ from harness.config.layers import ConfigError
 from harness.task.tiny_models import CONFIG_CLASSES, is_tiny, tiny_fields
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+WEIGHT_INDEX = "model.safetensors.index.json"
+"""The file of a checkpoint that says which of its files holds each tensor."""
 
 
 def is_hub_model(name: str) -> bool:

@@ -25,7 +25,7 @@ from harness.config.checkpoint_folder import checkpoint_to_resume
 from harness.config.facts import Device, Facts
 from harness.config.layers import ConfigError
 from harness.config.mistakes import NOTHING_READ, Mistake, Reading
-from harness.config.model_fields import is_hub_model, json_object, model_fields
+from harness.config.model_fields import WEIGHT_INDEX, is_hub_model, json_object, model_fields
 from harness.config.resolve import SECTIONS, Resolved, resolve
 from harness.config.rollout_folder import check_to_load, check_to_save
 from harness.config.rules import in_ranges
@@ -53,7 +53,6 @@ HUB_SECONDS = 10.0  # how long the hub may take to answer
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 """In /dev: NVIDIA's, those of Windows' Linux, AMD's."""
 WEIGHTS = ("*.safetensors", "*.bin")
-WEIGHT_INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 PREPARED = Path("runs/data/addition")
 """Where configs/cpu/addition.toml has what launch/prepare_data.py makes."""

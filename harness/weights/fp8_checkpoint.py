@@ -14,12 +14,11 @@ from safetensors.torch import save_file
 from transformers.utils import cached_file
 
 from harness.config.layers import ConfigError
+from harness.config.model_fields import WEIGHT_INDEX
 from harness.config.precision import FP8_BLOCK
 from harness.weights.fp8_blocks import is_quantized, quantize, scale_name
 from harness.weights.model_files import copy_all_but_weights
 from harness.weights.names import files_in_checkpoint
-
-INDEX = "model.safetensors.index.json"
 
 
 def write_quantized_model(source: str, folder: Path, dtype: torch.dtype, *, weights: bool = True) -> None:
@@ -44,7 +43,7 @@ def write_quantized_model(source: str, folder: Path, dtype: torch.dtype, *, weig
         size += sum(tensor.nbytes for tensor in tensors.values())
     if len(set(where.values())) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        (folder / WEIGHT_INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def quantized_tensors(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

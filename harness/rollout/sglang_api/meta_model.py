@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from harness.config.model_fields import WEIGHT_INDEX
 from harness.rollout.defaults import without_models_code
 from harness.rollout.served_models import DRAFT_CLASS
 from harness.rollout.sglang_api.absent_hardware import (
@@ -35,8 +36,6 @@ from harness.runtime.errors import UnsupportedEnvironment
 
 SINKS = {"GptOssForCausalLM": "triton"}
 """Classes with attention sinks, for which SGLang refuses torch_native -> a backend that it takes on any GPU."""
-INDEX = "model.safetensors.index.json"
-"""The file of a checkpoint that says which of its files holds each tensor."""
 
 
 class MetaRank(NamedTuple):
@@ -118,7 +117,7 @@ def _importing(what: str) -> Iterator[None]:
 def reads_index(folder: Path) -> bool:
     """Return whether SGLang's class of this model looks into the checkpoint's index of names while it is built."""
     wanted, classes = _architectures(folder), model_classes(installed("sglang"))
-    return any(INDEX in file.read_text(encoding="utf-8") for file, names in classes.items() if names & wanted)
+    return any(WEIGHT_INDEX in file.read_text(encoding="utf-8") for file, names in classes.items() if names & wanted)
 
 
 def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: bool = False) -> MetaRank:

@@ -10,25 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config.layers import ConfigError
-from harness.rollout.sglang_api.meta_model import INDEX
+from harness.weights.checkpoint_headers import read_headers
 from harness.weights.tensor_view import TensorView, without_numbers
 
-DTYPES = {
-    "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu", "U8": "uint8", "I8": "int8", "I32": "int32", "I64": "int64", "BOOL": "bool",
-}  # fmt: skip
-"""What a header calls a dtype -> torch's name."""
 UNUSED = (r"rotary_emb\.inv_freq", r"^mtp\.", r"\.mtp\.")
 """Names of published checkpoints that no trainer here has: recomputed tables, and layers for multi-token prediction."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    """One tensor of a checkpoint. Where a file of the index is not there, only its name is known."""
-
-    dtype: str = ""
-    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,44 +73,6 @@ def compare_checkpoint(
     return CheckpointBeside(
         problems=tuple(_firsts(sorted(problems, key=lambda each: order[each[0]]))), notes=tuple(notes)
     )
-
-
-def read_headers(folder: Path) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint by name. Only headers are read.
-
-    Raise ConfigError for a file that is broken.
-    """
-    index = folder / INDEX
-    named: Mapping[str, str] = _json(index.read_bytes(), index).get("weight_map", {}) if index.is_file() else {}
-    files = [folder / file for file in sorted(set(named.values()))] if named else sorted(folder.glob("*.safetensors"))
-    stored = {name: Stored() for name in named if not (folder / named[name]).is_file()}
-    for file in files:
-        if file.is_file():
-            header = _header(file)
-            stored |= {
-                name: Stored(dtype=DTYPES.get(each["dtype"], each["dtype"]), shape=tuple(each["shape"]))
-                for name, each in header.items()
-                if name != "__metadata__"
-            }
-    return stored
-
-
-def _header(file: Path) -> dict[str, Any]:
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > file.stat().st_size:
-            raise ConfigError(f"{file} must be a safetensors file, but it is shorter than its header.")
-        return _json(opened.read(length), file)
-
-
-def _json(text: bytes, file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be read as safetensors or its index: {error}.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} must hold a JSON object, got {type(found).__name__}.")
-    return found
 
 
 def _layers(fields: Mapping[str, Any]) -> int:

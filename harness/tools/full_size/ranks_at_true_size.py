@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from harness.config.model_fields import WEIGHT_INDEX
 from harness.rollout.sglang_api import meta_model
 from harness.rollout.sglang_api.absent_hardware import AssumedGpu, tells_what_is_absent
 from harness.rollout.sglang_api.meta_kv_cache import KvCache
@@ -151,7 +152,7 @@ def _with_index(shape: EngineShape, layers: Layers) -> Iterator[EngineShape]:
 
     Llama 4 has a vision tower only if the index beside config.json names one. The folder of the model stays as it is.
     """
-    if (shape.folder / meta_model.INDEX).exists() or not meta_model.reads_index(shape.folder):
+    if (shape.folder / WEIGHT_INDEX).exists() or not meta_model.reads_index(shape.folder):
         yield shape
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -160,7 +161,7 @@ def _with_index(shape: EngineShape, layers: Layers) -> Iterator[EngineShape]:
         names = {
             view.name: "model.safetensors" for groups in layers.values() for group in groups for view in group.views
         }
-        (folder / meta_model.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        (folder / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
         yield replace(shape, folder=folder)
 
 
