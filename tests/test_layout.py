@@ -76,6 +76,7 @@ TOOLS = {
     "step_bench": {"sync"},
     "sync": set(),
     "trackers": set(),
+    "verify": {"environments", "full_size", "preflight"},
     "verl": {"environments"},
     "watchdog": {"diagnose"},
 }

@@ -231,15 +231,19 @@ def _draft_scope(model_config: Any, algorithm: str) -> Iterator[None]:
         yield
 
 
-def shared_with_target(draft: Any, stages: int) -> frozenset[str]:
-    """Return the parameters of a draft model in whose place SGLang puts the target's own: its embedding and its head.
+def embedding_and_head(model: Any, stages: int) -> dict[str, str]:
+    """Return the parameters of a target that SGLang puts in the place of its draft model's, or those of the draft, by
+    what they are: "embedding" and "head".
 
     With several pipeline stages only the head: the last stage, which has the draft model, has no embedding of the
-    target.
+    target. Empty for a class that hands out none.
     """
-    embedding, head = draft.get_embed_and_head()
-    shared = {id(head)} if stages > 1 else {id(embedding), id(head)}
-    return frozenset(name for name, each in draft.named_parameters() if id(each) in shared)
+    if not hasattr(model, "get_embed_and_head"):
+        return {}
+    embedding, head = model.get_embed_and_head()
+    names = {id(each): name for name, each in model.named_parameters()}
+    shared = {"head": head} if stages > 1 else {"embedding": embedding, "head": head}
+    return {part: names[id(each)] for part, each in shared.items() if id(each) in names}
 
 
 def _module(name: str) -> Any:

@@ -373,7 +373,7 @@ def examine_rank(shape: EngineShape, rank: int, layers: Layers, part: Part) -> E
     gpu.answer()
     built = meta_model.build_on_meta(shape.folder, shape.arguments, rank, shape.draft)
     model = built.model
-    shared = meta_model.shared_with_target(model, shape.pp) if shape.draft else frozenset()
+    shared = {*meta_model.embedding_and_head(model, shape.pp).values()} if shape.draft else set()
     parameters = {name: each for name, each in model.named_parameters() if name not in shared}
     held = frozenset(layer_of(name) for name in parameters) - {NO_LAYER}
     stands, nothing_sent = layers_to_give(layers, held, part)

@@ -21,7 +21,7 @@ from harness.trainer.rows import RowShards
 from harness.weights.fusing import FusingGroup
 from harness.weights.gather import plan_buckets
 from harness.weights.pull.exchange import Need
-from harness.weights.pull.regions import Cut, cut_by_rows, regions
+from harness.weights.regions import Cut, cut_by_rows, regions
 
 OWN = -1
 """Stands for the rank itself, as the owner of a tensor that is not sharded."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from harness.trainer.offload import local
 from harness.weights.gather import aligned
-from harness.weights.pull.regions import Region, merged
+from harness.weights.regions import Region, merged
 from harness.weights.tensor_view import TensorView
 
 SEGMENT_ALIGNMENT = 16

@@ -16,9 +16,9 @@ from harness.rollout.schedulers import refuse_update
 from harness.weights.fusing import FusingGroup
 from harness.weights.pull.copies import Copies, copies_of
 from harness.weights.pull.exchange import Need, Parcel, PullBatch, packed
-from harness.weights.pull.regions import Cut, Region, regions
 from harness.weights.pull.shards import OpenShards, RankShards
 from harness.weights.pull.tiles import Move
+from harness.weights.regions import Cut, Region, regions
 from harness.weights.traced.loader_trace import GroupTrace
 from harness.weights.traced.rank_trace import LoaderTrace
 from harness.weights.worker import kept_trace

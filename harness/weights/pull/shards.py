@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from harness.trainer.offload import local
 from harness.trainer.rows import RowShards
 from harness.weights.pull.gpu_memory import close_allocation, export_allocation, open_allocation
-from harness.weights.pull.regions import Cut, cut_by_rows
+from harness.weights.regions import Cut, cut_by_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

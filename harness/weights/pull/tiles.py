@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from harness.weights.pull.regions import Region
+from harness.weights.regions import Region
 
 FIELDS = ("source", "target", "rows", "columns", "source_step", "target_step", "source_stride", "target_stride")
 """Columns of a table: two addresses, the tile's size, then elements from row to row and from column to column."""

@@ -21,9 +21,9 @@ from harness.cluster.world import World, all_gather
 from harness.trainer.model import named_tensors
 from harness.trainer.offload import local
 from harness.weights.pull.copies import copies_of
-from harness.weights.pull.regions import Region
 from harness.weights.pull.shards import OpenShards, export_shards
 from harness.weights.pull.tiles import Move
+from harness.weights.regions import Region
 
 REPEATS = 10
 LINK_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}

@@ -32,7 +32,7 @@ from harness.trainer.rows import RowShards
 from harness.weights.fusing import fusing_groups
 from harness.weights.gather import plan_buckets
 from harness.weights.pull.exchange import Need, plan_exchange, staging_bytes
-from harness.weights.pull.regions import cut_by_rows, regions
+from harness.weights.regions import cut_by_rows, regions
 meta_model.import_all(Path(folder))
 dims = ParallelDims(dp=dp, tp=tp, pp=pp, rank_order=order)
 names = trainer_names(Path(folder), torch.bfloat16)

@@ -28,7 +28,7 @@ from harness.weights.pull.exchange import (
     plan_exchange,
     staging_bytes,
 )
-from harness.weights.pull.regions import Region, cut_by_rows, regions
+from harness.weights.regions import Region, cut_by_rows, regions
 from harness.weights.tensor_view import TensorView
 from tests.cluster.gloo import on_ranks
 from tests.weights.pull.exchange_bytes import least_bytes, received_bytes, sent_bytes

@@ -8,9 +8,9 @@ import torch
 
 from harness.weights.pull.copies import copies_of
 from harness.weights.pull.gpu_memory import CudaCallFailed, open_allocation
-from harness.weights.pull.regions import Region
 from harness.weights.pull.shards import OpenShards, export_shards
 from harness.weights.pull.tiles import Move
+from harness.weights.regions import Region
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from harness.trainer.offload import local
 from harness.weights.pull import puller
-from harness.weights.pull.regions import Region
+from harness.weights.regions import Region
 from harness.weights.tensor_view import TensorView
 from tests.weights.toy_model import (
     OWN,

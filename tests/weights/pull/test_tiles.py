@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.weights.pull.regions import Region
 from harness.weights.pull.tiles import Move, TileKind, in_pairs, tile_tables
+from harness.weights.regions import Region
 
 
 @st.composite
@@ -93,7 +93,7 @@ def test_a_vector_of_an_aligned_tile_lies_at_a_multiple_of_its_size(
 INTERPRETED = """
 import torch
 from harness.weights.pull.copy_kernel import copy_tiles
-from harness.weights.pull.regions import Region
+from harness.weights.regions import Region
 from harness.weights.pull.tiles import Move, in_pairs, tile_tables
 torch.manual_seed(0)
 for source_dtype, target_dtype in ((torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)):

@@ -1,4 +1,6 @@
-"""The plan of a pull: which elements of which trainer rank's shard go where in a scheduler's parameter.
+"""Cut the copies of a loader: which elements of which trainer rank's shard go where in a scheduler's parameter.
+
+A pull needs that, and so does launch/verify.py, which cuts a parameter into chunks and reads what each is made of.
 
 A loader's copy reads elements of one of the trainer's tensors, in strides, and writes them, in strides, into one tensor
 of the engine. FSDP2 has cut the trainer's tensor into runs of rows. A region is what such a copy reads of one rank's

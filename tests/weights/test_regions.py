@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.trainer.rows import RowShards
-from harness.weights.pull.regions import Cut, cut_by_rows, regions
+from harness.weights.regions import Cut, cut_by_rows, regions
 
 
 @st.composite

@@ -1,0 +1,159 @@
+"""Why a tensor of the engine differs: the mistakes that senders make, each tried by hashing what it would have left.
+
+A hash says nothing about what it is of. So an explanation is what gives exactly the server's hash, and where nothing
+does, the cause is unknown.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+
+import torch
+
+from harness.tools.verify.comparison import Compared, Made
+from harness.tools.verify.mistakes import Changed, Exchanged, PartlyOld, bits_of, changes, exchanges, sets_of, whole
+from harness.tools.verify.values import CheckpointReader, Recipe, Source, digest
+from harness.weights.checkpoint_headers import Stored
+from harness.weights.tensor_view import TensorView
+from harness.weights.traced.held_tensors import Place
+
+TENSOR_SECONDS, ALL_SECONDS = 60.0, 600.0
+"""How long explanations of one tensor, and of all together, are tried."""
+PADDING = "<padding>"
+"""Stands for what is in the padding; no checkpoint has such a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a tensor may be made of instead, and the phrase that then says why it differs."""
+
+    why: str
+    recipe: Recipe
+    scale: Recipe | None
+    source: Source
+
+
+@dataclass(kw_only=True)
+class Explainer:
+    """Tries candidates, within a time."""
+
+    stored: Mapping[str, Stored]
+    was: Mapping[str, Stored] | None
+    """The checkpoint before, of --was."""
+    on_gpu: bool
+    elsewhere: Mapping[str, str]
+    """The hash of what each tensor of each rank must hold -> that tensor's name and rank, as a phrase."""
+    spent: float = 0.0
+    given_up: int = 0
+    """For how many tensors the time was too short."""
+
+    def explain(self, compared: Compared) -> str:
+        """Return why a tensor differs on its first wrong rank; "" if nothing that was tried gives the server's hash."""
+        rank, told = next(iter(compared.wrong.items()))
+        for other, known in compared.digests.items():
+            if known == told:
+                return f"rank {rank} holds the shard of rank {other}"
+        if told in self.elsewhere:
+            return f"it holds what {self.elsewhere[told]} must hold"
+        began = time.monotonic()
+        with ExitStack() as stack:
+            reader = stack.enter_context(closing(CheckpointReader(self.stored)))
+            older = stack.enter_context(closing(CheckpointReader(self.was))) if self.was else None
+            for each in self._candidates(compared.tensor.made, rank, reader, older):
+                if digest(each.recipe, each.scale, each.source, self.on_gpu) == told:
+                    return each.why
+                spent = time.monotonic() - began
+                if spent > TENSOR_SECONDS or self.spent + spent > ALL_SECONDS:
+                    self.given_up += 1
+                    break
+        self.spent += time.monotonic() - began
+        return ""
+
+    def _candidates(
+        self, made: Mapping[int, Made], rank: int, reader: Source, older: Source | None
+    ) -> Iterator[Candidate]:
+        recipe, scale = made[rank].recipes()
+        yield Candidate("it is all zero", _without_copies(recipe), scale, reader)
+        names = list(_sources(recipe, scale))
+        shapes = {name: self.stored[name].shape or () for name in names}
+        if not names:
+            return
+        sets = list(sets_of(names, len(names)))
+        for members, subject in sets_of(self._moved(shapes, reader, older), len(names)) if older else ():
+            for said, half in (("", None), (" in the first half", 0), (" in the second half", 1)):
+                if older:
+                    source = PartlyOld(reader, older, members, shapes, half)
+                    yield Candidate(f"{subject} kept the values of --was{said}", recipe, scale, source)
+        for members, subject in sets:
+            for said, change in changes():
+                yield Candidate(f"{subject} {said}", recipe, scale, Changed(reader, members, shapes, change))
+        for why, instead in exchanges(names, shapes):
+            yield Candidate(why, recipe, scale, Exchanged(reader, instead))
+        for other in made.keys() - {rank}:
+            for members, subject in sets:
+                if mixed := _with_shards_of(recipe, made[other].recipes()[0], members):
+                    yield Candidate(f"{subject} arrived as the shard of rank {other}", mixed, scale, reader)
+        yield from (Candidate(why, *padded) for why, padded in _paddings(recipe, scale, reader))
+
+    def _moved(self, shapes: Mapping[str, tuple[int, ...]], reader: Source, older: Source) -> list[str]:
+        """Return the names that --was has in the same form with other values."""
+        was, found = self.was or {}, []
+        for name, shape in shapes.items():
+            each = was.get(name)
+            if each and each.file and (each.shape, each.dtype) == (shape, self.stored[name].dtype):
+                pair = [bits_of(whole(source, name, shapes)) for source in (reader, older)]
+                found += [] if torch.equal(*pair) else [name]
+        return found
+
+
+def sources_of(compared: Compared) -> tuple[str, ...]:
+    """Return the checkpoint tensors that fill a tensor on the ranks where it differs."""
+    made = [compared.tensor.made[rank].recipes() for rank in compared.wrong]
+    return tuple(dict.fromkeys(name for recipes in made for name in _sources(*recipes)))
+
+
+def _sources(recipe: Recipe, scale: Recipe | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*recipe.held.sources, *(scale.held.sources if scale else ()))))
+
+
+def _without_copies(recipe: Recipe) -> Recipe:
+    return Recipe.of(replace(recipe.held, copies=()))
+
+
+def _with_shards_of(recipe: Recipe, other: Recipe, names: frozenset[str]) -> Recipe | None:
+    """Return the tensor with another rank's shards of some checkpoint tensors; None if they do not fit there."""
+    theirs = [copy for copy in other.held.copies if copy[1].name in names]
+    own = [copy for copy in recipe.held.copies if copy[1].name in names]
+    if theirs == own or [place for place, _ in theirs] != [place for place, _ in own]:
+        return None
+    replaced = iter(theirs)
+    copies = tuple(next(replaced) if copy[1].name in names else copy for copy in recipe.held.copies)
+    return Recipe.of(replace(recipe.held, copies=copies))
+
+
+@dataclass(frozen=True, slots=True)
+class _Padded:
+    """A source that has one value for the padding."""
+
+    source: Source
+    value: torch.Tensor
+
+    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.value if name == PADDING else self.source.elements(name, start, stop)
+
+
+def _paddings(
+    recipe: Recipe, scale: Recipe | None, reader: Source
+) -> Iterator[tuple[str, tuple[Recipe, Recipe | None, Source]]]:
+    """Yield the tensor with something else than zeros where SGLang's loader makes them."""
+    held = recipe.held
+    for said, value in (("one", 1.0), ("NaN", torch.nan)) if held.zeros and held.dtype.is_floating_point else ():
+        element = torch.tensor([value]).to(held.dtype)
+        copies = tuple((place, _constant(place, held.dtype)) for place in held.zeros) + held.copies
+        padded = Recipe.of(replace(held, copies=copies))
+        yield f"its padding is {said}, and not zero", (padded, scale, _Padded(reader, element))
+
+
+def _constant(place: Place, dtype: torch.dtype) -> TensorView:
+    return TensorView(name=PADDING, of=PADDING, dtype=dtype, shape=place.shape, stride=(0,) * len(place.shape))

@@ -1,0 +1,209 @@
+"""What senders do wrong with the tensors that fill one tensor of the engine: each mistake as a source that reads what it
+would have left, and the phrase that says so.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice
+from math import prod
+
+import torch
+
+from harness.tools.verify.values import Source
+from harness.weights.tensor_view import NUMBER, without_numbers
+from harness.weights.traced.model_state import INTEGER
+
+PAIRS = 2000
+"""How many pairs of experts are tried in each other's place."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""The whole of a checkpoint tensor -> as many elements of the same dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A source whose tensors of some names were changed on their way."""
+
+    source: Source
+    names: Collection[str]
+    shapes: Shapes
+    change: Change
+
+    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name not in self.names:
+            return self.source.elements(name, start, stop)
+        return self.change(whole(self.source, name, self.shapes)).reshape(-1)[start:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """A source in which tensors are in the places of others."""
+
+    source: Source
+    instead: Mapping[str, str]
+
+    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.source.elements(self.instead.get(name, name), start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class PartlyOld:
+    """A source in which some tensors, or parts of their rows, are those of the checkpoint before."""
+
+    source: Source
+    older: Source
+    names: Collection[str]
+    shapes: Shapes
+    half: int | None = None
+    """0 or 1: only the first or the second half of their rows."""
+
+    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name not in self.names:
+            return self.source.elements(name, start, stop)
+        if self.half is None:
+            return self.older.elements(name, start, stop)
+        mixed = whole(self.source, name, self.shapes).clone()
+        _half(mixed, self.half).copy_(_half(whole(self.older, name, self.shapes), self.half))
+        return mixed.reshape(-1)[start:stop]
+
+
+def whole(source: Source, name: str, shapes: Shapes) -> torch.Tensor:
+    """Return all of a checkpoint tensor, in its shape."""
+    return source.elements(name, 0, prod(shapes[name])).view(shapes[name])
+
+
+def sets_of(names: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str]]:
+    """Yield the sets of names that one mistake may have met, each with what it is called: all, those of a kind, one.
+
+    of: how many fill the tensor; so many together are called "it".
+    """
+    seen = set()
+    for members in (list(names), *kinds_of(names).values(), *([name] for name in names)):
+        if (found := frozenset(members)) not in seen:
+            seen.add(found)
+            yield found, "it" if len(members) == of else called(members)
+
+
+def called(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
+
+
+def kinds_of(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names by what they have in common but for numbers, such as the gate_proj of all experts."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(without_numbers(name), []).append(name)
+    return found
+
+
+def changes() -> Iterator[tuple[str, Change]]:
+    """Yield what may become of a tensor on its way, each with the phrase that follows its name."""
+    yield "arrived as zeros, or never", torch.zeros_like
+    yield "arrived transposed", _transposed
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        yield f"arrived rounded to {str(dtype).removeprefix('torch.')}", _rounded(dtype)
+    yield "arrived cut to bfloat16, not rounded to it", _cut_to_bfloat16
+    yield "arrived as NaN", lambda each: torch.full_like(each, torch.nan) if each.is_floating_point() else each
+    for element, place in ((0, "first"), (-1, "last")):
+        yield f"arrived with NaN as its {place} element", _with_nan(element)
+    for half, place in ((0, "first"), (1, "second")):
+        yield f"arrived in half: its {place} half is zero", _with_zeros(half)
+        yield f"arrived in half: its {place} half is the other one again", _with_other_half(half)
+
+
+def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield tensors that may be in each other's place, with the sentence that says so."""
+    for first, second in combinations(kinds_of(names).values(), 2):
+        if len(first) == len(second) and all(shapes[a] == shapes[b] for a, b in zip(first, second, strict=True)):
+            like = " of every expert" if len(first) > 1 else ""
+            yield f"{first[0]} and {second[0]} are in each other's place{like}", _swap(first, second)
+    experts = _by_number(names)
+    numbers = list(experts)
+    for order, said in (
+        (sorted(numbers, key=str), "in the order of their numbers as text (0, 1, 10, 11, 2)"),
+        (numbers[::-1], "in reversed order"),
+        (numbers[1:] + numbers[:1], "one place too early"),
+        (numbers[-1:] + numbers[:-1], "one place too late"),
+    ):
+        yield (
+            f"the experts are {said}",
+            {
+                name: other
+                for to, source in zip(numbers, order, strict=True)
+                for name, other in zip(experts[to], experts[source], strict=True)
+            },
+        )
+    for one, other in islice(combinations(numbers, 2), PAIRS):
+        yield f"experts {one} and {other} are in each other's place", _swap(experts[one], experts[other])
+
+
+def _by_number(names: Sequence[str]) -> dict[int, list[str]]:
+    """Return the names of each expert, in one order; empty if these are not the tensors of several experts."""
+    found: dict[int, list[str]] = {}
+    for name in sorted(names, key=without_numbers):
+        if ".experts." not in name:
+            return {}
+        number = NUMBER.search(name.partition(".experts")[2])
+        if not number:
+            return {}
+        found.setdefault(int(number[0]), []).append(name)
+    alike = len({tuple(map(without_numbers, each)) for each in found.values()}) == 1
+    return dict(sorted(found.items())) if alike and len(found) > 1 else {}
+
+
+def _swap(first: Sequence[str], second: Sequence[str]) -> dict[str, str]:
+    return dict(zip([*first, *second], [*second, *first], strict=True))
+
+
+def _transposed(each: torch.Tensor) -> torch.Tensor:
+    return bits_of(each).mT.contiguous().view(each.dtype) if each.ndim > 1 else each
+
+
+def _rounded(dtype: torch.dtype) -> Change:
+    return lambda each: each.to(dtype).to(each.dtype) if each.is_floating_point() else each
+
+
+def _cut_to_bfloat16(each: torch.Tensor) -> torch.Tensor:
+    return (each.view(torch.int32) & -65536).view(torch.float32) if each.dtype == torch.float32 else each
+
+
+def _with_nan(element: int) -> Change:
+    def change(each: torch.Tensor) -> torch.Tensor:
+        found = each.clone()
+        if each.is_floating_point() and each.numel():
+            found.view(-1)[element] = torch.nan
+        return found
+
+    return change
+
+
+def _with_zeros(half: int) -> Change:
+    def change(each: torch.Tensor) -> torch.Tensor:
+        found = each.clone()
+        _half(found, half).zero_()
+        return found
+
+    return change
+
+
+def _with_other_half(half: int) -> Change:
+    def change(each: torch.Tensor) -> torch.Tensor:
+        found = each.clone()
+        if each.ndim and len(each) % 2 == 0:
+            _half(found, half).copy_(_half(each, 1 - half))
+        return found
+
+    return change
+
+
+def _half(each: torch.Tensor, half: int) -> torch.Tensor:
+    """Return the first or second half of a tensor's rows; nothing of one without rows."""
+    rows = len(each) // 2 if each.ndim else 0
+    flat = each if each.ndim else each.view(1)
+    return (flat[:rows] if half == 0 else flat[rows:]) if rows else flat[:0]
+
+
+def bits_of(each: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as integers, as 8-bit floats can be moved and not much else."""
+    return each.view(INTEGER[each.itemsize])

@@ -1,0 +1,194 @@
+"""The values of a tensor that a rank must hold, put together from a checkpoint's files: a chunk at a time, so that
+neither the checkpoint nor the rank needs memory.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.verify.hashes import hash_of
+from harness.weights.checkpoint_headers import Stored
+from harness.weights.regions import Cut, Region, regions
+from harness.weights.tensor_view import TensorView
+from harness.weights.traced.held_tensors import HeldTensor
+
+CHUNK_BYTES = 32 << 20
+"""About how much of a tensor is put together at a time."""
+KEPT_BYTES = 256 << 20
+"""How much of the files one reader keeps, so that ranks which hold columns of the same rows read them once."""
+BLOCK_ROWS = 128
+"""Chunks of a matrix begin at multiples of this, so that none cuts a block of float8."""
+
+
+class Source(Protocol):
+    """Who has the values of checkpoint tensors: a reader of files, or an explanation that changes what it reads."""
+
+    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements start to stop of a tensor, flat, in its own dtype."""
+        ...
+
+
+@dataclass(slots=True)
+class CheckpointReader:
+    """The tensors of a checkpoint, read where the headers say. For one thread."""
+
+    stored: Mapping[str, Stored]
+    read_bytes: int = 0
+    """Bytes that were read from files."""
+    _files: dict[Path, int] = field(default_factory=dict)
+    _kept: OrderedDict[tuple[str, int, int], torch.Tensor] = field(default_factory=OrderedDict)
+    _kept_bytes: int = 0
+
+    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        shape = self.stored[name].shape or ()
+        row = max(1, int(np.prod(shape[1:], dtype=np.int64)))
+        first, last = start // row, -(-stop // row)
+        rows = self._rows(name, first * row, last * row)
+        return rows[start - first * row : stop - first * row]
+
+    def close(self) -> None:
+        for opened in self._files.values():
+            os.close(opened)
+        self._files.clear()
+
+    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        key = name, start, stop
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        found = self._read(name, start, stop)
+        self._kept[key] = found
+        self._kept_bytes += found.nbytes
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        return found
+
+    def _read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        each = self.stored[name]
+        assert each.file is not None
+        dtype: torch.dtype = getattr(torch, each.dtype)
+        data = bytearray((stop - start) * dtype.itemsize)
+        if each.file not in self._files:
+            self._files[each.file] = os.open(each.file, os.O_RDONLY | os.O_CLOEXEC)
+        done, at = 0, each.start + start * dtype.itemsize
+        while done < len(data):
+            count = os.preadv(self._files[each.file], [memoryview(data)[done:]], at + done)
+            if not count:
+                raise UnsupportedEnvironment(f"{each.file} ended while it was read; is somebody writing it?")
+            done += count
+        self.read_bytes += done
+        return torch.from_numpy(np.frombuffer(data, np.uint8)).view(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to put a tensor together, a chunk at a time."""
+
+    held: HeldTensor
+    chunks: tuple[range, ...]
+    """Elements of its memory. One chunk of all of it, if it does not lie there row by row."""
+    pieces: tuple[tuple[tuple[Region, TensorView], ...], ...]
+    """For each chunk what is copied there, in order."""
+
+    @classmethod
+    def of(cls, held: HeldTensor) -> "Recipe":
+        chunks = _chunks(held)
+        cuts = tuple(Cut(number, each.start, each.stop) for number, each in enumerate(chunks))
+        pieces: list[list[tuple[Region, TensorView]]] = [[] for _ in chunks]
+        for place, source in held.copies:
+            for region in regions(place.offset, place.shape, place.stride, source.stride, cuts):
+                pieces[region.owner].append((region, source))
+        return cls(held, chunks, tuple(map(tuple, pieces)))
+
+    def rows(self, source: Source) -> Iterator[torch.Tensor]:
+        """Yield the tensor's chunks: its rows of the first axis, in order."""
+        for chunk, pieces in zip(self.chunks, self.pieces, strict=True):
+            memory = torch.zeros(len(chunk), dtype=self.held.dtype)
+            for region, view in pieces:
+                _copy(region, view, memory, source)
+            shape, place = self.held.place.shape, self.held.place
+            if _is_row_major(self.held):
+                yield memory.view(-1, *shape[1:]) if shape else memory.view(())
+            else:
+                yield memory.as_strided(shape, place.stride, place.offset)
+
+
+def digest(recipe: Recipe, scale: Recipe | None, source: Source, on_gpu: bool) -> str:
+    """Return SGLang's hash of a tensor. scale: of its blocks, if SGLang hashes it dequantized to bfloat16."""
+    held = recipe.held
+    itemsize = torch.bfloat16.itemsize if scale else held.dtype.itemsize
+    taken = hash_of(on_gpu, int(np.prod(held.place.shape, dtype=np.int64)) * itemsize)
+    scales = torch.cat([each for each in scale.rows(source)]).float() if scale else None
+    row = 0
+    for values in recipe.rows(source):
+        rows = len(values) if values.ndim else 1
+        if scales is not None:
+            values = dequantized(values, _scales_of_rows(scales, row, rows, held.place.shape))
+        taken.update(bytes_of(values))
+        row += rows
+    return taken.hexdigest()
+
+
+def dequantized(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return bfloat16: float8 values times the scale of their block.
+
+    values: [..., rows, columns]; scales: float32 [..., blocks, blocks]. The size of a block is that of the columns by
+    the scales beside each other, as SGLang's checker infers it (srt/utils/weight_checker_comparator.py).
+    """
+    block = values.shape[-1] // scales.shape[-1]
+    spread = scales.repeat_interleave(block, -2)[..., : values.shape[-2], :].repeat_interleave(block, -1)
+    return (values.float() * spread).to(torch.bfloat16)
+
+
+def bytes_of(values: torch.Tensor) -> NDArray[np.uint8]:
+    """Return a tensor's bytes, row by row."""
+    found: NDArray[np.uint8] = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def _scales_of_rows(scales: torch.Tensor, first: int, count: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the scales of so many rows of the first axis. Chunks of a matrix begin where a block does."""
+    if len(shape) > 2:
+        return scales[first : first + count]
+    block = shape[-1] // scales.shape[-1]
+    return scales[first // block : -(-(first + count) // block)]
+
+
+def _chunks(held: HeldTensor) -> tuple[range, ...]:
+    place = held.place
+    if not _is_row_major(held) or not place.shape:
+        return (range(held.memory),)
+    row = int(np.prod(place.shape[1:], dtype=np.int64))
+    step = max(1, CHUNK_BYTES // max(1, row * held.dtype.itemsize))
+    if len(place.shape) == 2:
+        step = max(BLOCK_ROWS, step // BLOCK_ROWS * BLOCK_ROWS)
+    starts = range(0, place.shape[0], step)
+    return tuple(range(start * row, min(start + step, place.shape[0]) * row) for start in starts)
+
+
+def _is_row_major(held: HeldTensor) -> bool:
+    """Return whether a tensor is the whole of its memory, row by row."""
+    place, expected = held.place, 1
+    for size, step in zip(reversed(place.shape), reversed(place.stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return place.offset == 0 and expected == held.memory
+
+
+def _copy(region: Region, view: TensorView, memory: torch.Tensor, source: Source) -> None:
+    """Do one region's copy, with the rounding of torch's own."""
+    sizes = [size for size, _, _ in region.axes]
+    into = memory.as_strided(sizes, [step for _, step, _ in region.axes], region.source)
+    steps = [step for _, _, step in region.axes]
+    start = view.offset + region.target
+    stop = start + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) + 1
+    into.copy_(source.elements(view.of, start, stop).as_strided(sizes, steps))

@@ -1,0 +1,172 @@
+"""What was found out about a server: the lines that are printed, the verdict, and the table that --json writes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.tools.full_size.compare import in_groups, ranges
+from harness.tools.verify.comparison import NOTHING, UNTOLD, Compared, Unpredicted
+from harness.tools.verify.mistakes import called, kinds_of
+from harness.tools.verify.server import Server
+from harness.weights.tensor_view import without_numbers
+
+SHOWN = 12
+"""How many lines of each kind are printed; the JSON has all."""
+KV_CACHE_SCALES = (".k_scale", ".v_scale")
+"""Parameters that checkpoints need not have: without them SGLang takes 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Different:
+    """One tensor that a server does not hold as it must."""
+
+    compared: Compared
+    sources: tuple[str, ...]
+    """The checkpoint tensors that fill it."""
+    why: str
+    """What gives exactly the server's hash; "" if nothing that was tried does."""
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.compared.wrong)
+
+    @property
+    def label(self) -> str:
+        return self.compared.tensor.label
+
+    def sentence(self) -> str:
+        of = f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)}"
+        filled = ", ".join(map(called, kinds_of(self.sources).values()))
+        return f"differs on {of}: {self.why or 'cause unknown'}" + (f" (filled from {filled})" if filled else "")
+
+
+def sentences(different: Sequence[Different]) -> list[str]:
+    """Return one sentence for all tensors that differ in the same way and whose names differ in numbers alone."""
+    alike: dict[tuple[str, str], list[Different]] = {}
+    for each in different:
+        alike.setdefault((without_numbers(each.label), without_numbers(each.sentence())), []).append(each)
+    return [
+        f"{group[0].label} {group[0].sentence()}"
+        + (f"; and {len(group) - 1} like it in other layers" if len(group) > 1 else "")
+        for group in alike.values()
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was found out."""
+
+    server: Server
+    weights: str
+    """As the user gave it."""
+    predicted_with: str
+    """The release whose class predicted."""
+    equal: int
+    """Tensors that all asked ranks hold as they must."""
+    different: tuple[Different, ...]
+    unpredicted: Unpredicted
+    ignored: tuple[str, ...]
+    """Checkpoint names that the server's class ignores."""
+    refused: tuple[str, ...]
+    """Sentences on checkpoint tensors that its loader refuses."""
+    part: str
+    """What was left out by --ranks and --layers, as a phrase, or ""."""
+    unseen: tuple[str, ...]
+    """Plain attributes that no checker sees."""
+    computed: str
+    """What the log-probs say about those, as a sentence; "" if there are none."""
+    computed_wrong: bool
+    notes: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def compared(self) -> int:
+        return self.equal + len(self.different)
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The engine's parameters that nothing in the weights fills, though a server cannot do without."""
+        return tuple(name for name in self.unpredicted.get(NOTHING, ()) if not name.endswith(KV_CACHE_SCALES))
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return int(bool(self.different or self.refused or self.lost or self.computed_wrong))
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines above the verdict."""
+        yield from self.notes
+        yield from _some([f"{self.weights}: {each}" for each in self.refused])
+        yield from _some(sentences(self.different))
+        for reason, names in self.unpredicted.items():
+            title = f"not compared, as {reason}"
+            yield from _some([f"{title}: {line}" for line in _grouped(names)])
+        yield from _some([f"ignored by the server's class: {line}" for line in _grouped(self.ignored)])
+        if self.unseen:
+            yield from _some([f"no checker sees: {line}" for line in _grouped(self.unseen)])
+            yield f"what the server computes with those: {self.computed or 'not asked, as others differ already'}"
+
+    def verdict(self) -> str:
+        """Return the verdict in one sentence."""
+        where = f"{self.server.url}{self.part}"
+        if self.refused:
+            return f"{len(self.refused)} of the names in {self.weights} fit no tensor of the server's class; first: {self.refused[0]}"
+        if self.different:
+            first = self.different[0]
+            reasons = {each.why for each in self.different}
+            if not self.equal and len(reasons) == 1:
+                return (
+                    f"none of the {self.compared} tensors of {where} is what {self.weights} says:"
+                    f" {first.why or 'another model, or other weights of it; cause unknown'}"
+                )
+            return (
+                f"{len(self.different)} of {self.compared} tensors of {where} are not what {self.weights} says; first:"
+                f" {first.label} {first.sentence()}"
+            )
+        if self.lost:
+            return f"nothing in {self.weights} fills {len(self.lost)} tensor(s) of the server's class; first: {self.lost[0]}"
+        equal = f"all {self.compared} tensors of {where} that could be compared are what {self.weights} says"
+        left = sum(len(names) for reason, names in self.unpredicted.items() if reason != UNTOLD)
+        rest = f"; {left} could not be compared" if left else ""
+        if self.computed_wrong:
+            return f"{equal}{rest}, but its log-probs are not: {self.computed}"
+        return f"{equal}{rest}{f'; {len(self.unseen)} that no checker sees: {self.computed}' if self.unseen else ''}"
+
+    def table(self) -> dict[str, Any]:
+        """Return what --json writes."""
+        return {
+            "server": self.server.url,
+            "server_release": self.server.release,
+            "predicted_with": self.predicted_with,
+            "weight_version": self.server.weight_version,
+            "weights": self.weights,
+            "verdict": self.verdict(),
+            "equal": self.equal,
+            "different": [
+                {
+                    "tensor": each.compared.tensor.name,
+                    "role": each.compared.tensor.role,
+                    "ranks": each.ranks,
+                    "sources": each.sources,
+                    "why": each.why,
+                    "held": {str(rank): told for rank, told in each.compared.wrong.items()},
+                    "must_hold": {str(rank): each.compared.digests[rank] for rank in each.ranks},
+                }
+                for each in self.different
+            ],
+            "not_compared": self.unpredicted,
+            "ignored": self.ignored,
+            "refused": self.refused,
+            "no_checker_sees": self.unseen,
+            "computed": self.computed,
+            "seconds": self.seconds,
+        }
+
+
+def _grouped(names: Sequence[str]) -> list[str]:
+    return [each.removesuffix(": ").replace(":  (", " (") for each in in_groups((name, "") for name in names)]
+
+
+def _some(lines: list[str]) -> list[str]:
+    more = [f"... and {len(lines) - SHOWN} more lines like these"] if len(lines) > SHOWN else []
+    return lines[:SHOWN] + more
