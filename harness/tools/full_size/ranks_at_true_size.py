@@ -359,6 +359,12 @@ def without_layer(name: str) -> str:
     return f"{name[: found.start()]}{found[1]}.*{name[found.end() :]}" if found else name
 
 
+def at_layer(name: str, layer: int) -> str:
+    """Return the name of the same tensor of another decoder layer."""
+    found = _decoder_layer(name)
+    return f"{name[: found.start(2)]}{layer}{name[found.end(2) :]}" if found else name
+
+
 def last_names(name: str) -> str:
     """Return the last two parts of a parameter's name, which a layer of the target and of the draft model have in
     common.

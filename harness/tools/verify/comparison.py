@@ -95,7 +95,7 @@ def tensors_of(engine: Engine, told: Sequence[ServerRank]) -> tuple[list[Tensor]
                 continue
             found[rank.role, name].append((rank, checksum))
             made[rank.role, name][rank.rank] = each
-        untold = prediction.packed.keys() - rank.checksums.keys() - {*prediction.dequantized.values()}
+        untold = prediction.nbytes.keys() - rank.checksums.keys() - {*prediction.dequantized.values()}
         others[UNTOLD] |= dict.fromkeys(sorted(untold))
     tensors = [
         Tensor(role=role, name=name, told=tuple(ranks), made=made[role, name]) for (role, name), ranks in found.items()
@@ -106,9 +106,9 @@ def tensors_of(engine: Engine, told: Sequence[ServerRank]) -> tuple[list[Tensor]
 def _made(prediction: RankPrediction, target: RankPrediction | None, name: str) -> Made | str:
     """Return how a tensor of a rank is made, or why that is not known."""
     part = next((part for part, own in prediction.embedding_and_head.items() if own == name), "")
-    if name not in prediction.packed and part and target and (own := target.embedding_and_head.get(part)):
+    if name not in prediction.nbytes and part and target and (own := target.embedding_and_head.get(part)):
         return Made(target, own)
-    if name not in prediction.packed:
+    if name not in prediction.nbytes:
         return NOTHING if name in prediction.unfilled else UNKNOWN
     for each in (name, prediction.dequantized.get(name, name)):
         if doubt := prediction.doubts.get(each):

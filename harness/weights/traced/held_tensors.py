@@ -3,7 +3,7 @@ checkpoint tensors, and which zeros.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +87,7 @@ def held_tensors(trace: LoaderTrace) -> dict[str, HeldTensor]:
     return found
 
 
-def unfilled_tensors(trace: LoaderTrace, held: Collection[str] | Mapping[str, HeldTensor]) -> list[str]:
+def unfilled_tensors(trace: LoaderTrace, held: Collection[str]) -> list[str]:
     """Return the parameters and persistent buffers that the loader does nothing with."""
     passing = {
         f"{path}.{name}".removeprefix(".")
