@@ -8,7 +8,6 @@ import http.client
 import json
 import re
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,11 +67,13 @@ def address_of(url: str) -> str:
     return url.rstrip("/")
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Takes a redirect as the answer."""
+class _AnyStatus(urllib.request.HTTPErrorProcessor):
+    """Takes any status as an answer, so that no redirect is followed and an error's message is read as any other."""
 
-    def redirect_request(self, *_: Any) -> None:
-        return None
+    def http_response(self, request: urllib.request.Request, response: Any) -> Any:
+        return response
+
+    https_response = http_response
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,6 @@ class Api:
             request = urllib.request.Request(self.address + path, data, headers)
             with self._opener().open(request, timeout=seconds) as answer:
                 return answer.status, self._content(answer, end)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, self._content(error, end)
         except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
@@ -145,7 +143,7 @@ class Api:
     def _opener(self) -> urllib.request.OpenerDirector:
         is_local = _LOCAL.fullmatch(urlsplit(self.address).hostname or "")
         proxies = urllib.request.ProxyHandler({} if is_local else None)
-        return urllib.request.build_opener(proxies, _NoRedirect())
+        return urllib.request.build_opener(proxies, _AnyStatus())
 
     def _content(self, answer: Any, end: float) -> bytes:
         content = bytearray()

@@ -3,6 +3,8 @@
 Nothing in the server changes. /server_info and /model_info only read. /weights_checker with the action "checksum" only
 hashes, and the server stands still meanwhile; its other actions are not for us: "snapshot" and "compare" replace or
 drop what somebody else has stored there, and "reset_tensors" overwrites the weights. /generate scores tokens.
+A server does not say whether it has released its weights (release_memory_occupation), and would hash memory that is not
+mapped: ask one with --enable-memory-saver only while it can serve.
 """
 
 import re

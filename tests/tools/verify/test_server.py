@@ -1,0 +1,269 @@
+"""A running server is asked over real sockets; its answers are those that servers of SGLang gave (answers.json)."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.layers import ConfigError
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.verify import http_api
+from harness.tools.verify.http_api import read_key
+from harness.tools.verify.server import ask_server, score
+
+Answers = dict[str, Any]
+RECORDED: Answers = json.loads((Path(__file__).parent / "answers.json").read_text())
+INFO, GENERATED = RECORDED["/server_info"], RECORDED["/generate"]
+OF_TWO, WITH_DRAFT = (RECORDED[f"/weights_checker of 0.5.23{what}"] for what in ("", " with a draft model"))
+OLD, OF_0_5_17 = (RECORDED[f"/weights_checker of {release}"] for release in ("0.5.12", "0.5.17"))
+MODEL = {"weight_version": "default"}
+ADMIN = "the-admin-key"
+
+
+@contextmanager
+def serving(answer: Callable[[str, dict[str, Any], str], tuple[int, Any]]) -> Iterator[str]:
+    """Serve answer(path, body, key) -> (status, JSON value or bytes); yield the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+            key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            status, value = answer(self.path, body, key)
+            content = value if isinstance(value, bytes) else json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Location", "/elsewhere")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def with_answers(answers: Answers, seen: list[tuple[str, dict[str, Any]]] | None = None) -> Any:
+    """Serve these values by path; those that are (status, value) with another status than 200, 404 for the rest."""
+
+    def answer(path: str, body: dict[str, Any], _: str) -> tuple[int, Any]:
+        if seen is not None:
+            seen.append((path, body))
+        given = answers.get(path, (404, {"detail": "Not Found"}))
+        return given if isinstance(given, tuple) else (200, given)
+
+    return serving(answer)
+
+
+def a_server(checker: Any, info: Any = INFO) -> Any:
+    return with_answers({"/server_info": info, "/model_info": MODEL, "/weights_checker": checker})
+
+
+def test_a_server_tells_its_arguments_and_each_rank_once() -> None:
+    with a_server(OF_TWO, INFO | {"api_key": "hunter2"}) as url:
+        server = ask_server(f"{url}/")
+    assert (server.url, server.release, server.on_gpu, server.weight_version) == (url, "0.5.23", False, "default")
+    assert server.arguments["tp_size"] == 2 and server.arguments["api_key"] != "hunter2"
+    assert [(each.role, each.rank, each.tp_rank) for each in server.ranks] == [("target", 0, 0), ("target", 1, 1)]
+    assert server.ranks[1].checksums == OF_TWO["ranks"][1]["checksums"] and server.missing == ()
+
+
+def test_only_the_action_that_changes_nothing_is_asked_and_twice() -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+    with with_answers({"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO}, seen) as url:
+        ask_server(url)
+    assert [body for path, body in seen if path == "/weights_checker"] == [{"action": "checksum"}] * 2
+    assert {path for path, _ in seen} == {"/server_info", "/model_info", "/weights_checker"}
+
+
+def test_a_draft_model_is_a_role_of_its_own_in_both_forms() -> None:
+    before = WITH_DRAFT["ranks"][0] | {"parallelism_info": OF_0_5_17["ranks"][0]["parallelism_info"]}
+    for ranks in (WITH_DRAFT["ranks"], [before]):
+        with a_server(WITH_DRAFT | {"ranks": ranks}) as url:
+            target, draft = ask_server(url).ranks
+        assert (target.role, draft.role) == ("target", "draft")
+        assert (
+            "model.embed_tokens.weight" in target.checksums
+            and "model.decoder.mlp.experts.w13_weight" in draft.checksums
+        )
+        assert not any(name.startswith("draft.") for name in (*target.checksums, *draft.checksums))
+
+
+def test_each_attention_rank_tells_about_all_and_each_is_there_once() -> None:
+    with a_server(OF_TWO | {"ranks": OF_TWO["ranks"] * 2}) as url:
+        assert [each.rank for each in ask_server(url).ranks] == [0, 1]
+
+
+def test_0_5_12_tells_about_its_first_rank_alone() -> None:
+    with a_server(OLD) as url:
+        server = ask_server(url)
+    assert [each.rank for each in server.ranks] == [0] and server.missing == (1,)
+
+
+UPDATED = OF_TWO | {"ranks": [OF_TWO["ranks"][0] | {"checksums": {"a": "0" * 16}}, OF_TWO["ranks"][1]]}
+
+
+@pytest.mark.parametrize("changing", ["/weights_checker", "/model_info"])
+def test_a_server_that_is_updated_meanwhile_is_refused(changing: str) -> None:
+    values = {"/weights_checker": [OF_TWO, UPDATED], "/model_info": [MODEL, {"weight_version": "8"}]}
+    answers = {"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO}
+
+    def answer(path: str, *_: Any) -> tuple[int, Any]:
+        return 200, values[path].pop(0) if path == changing else answers[path]
+
+    with serving(answer) as url, pytest.raises(UnsupportedEnvironment, match="is being updated meanwhile"):
+        ask_server(url)
+
+
+@pytest.mark.parametrize(
+    ("checker", "said"),
+    [
+        ((404, {"detail": "Not Found"}), "has no /weights_checker: releases have it since 0.5.6"),
+        ((400, {"success": False, "message": "Unsupported action='checksum'"}), "without checksums.*since 0.5.12"),
+        ({"success": True, "message": "Success."}, "without checksums"),
+        (
+            (400, {"success": False, "message": "no\x1b[31m\nmemory"}),
+            r"did not compute its checksums: no\\x1b\[31m memory",
+        ),
+        ((500, b"Internal Server Error"), "HTTP 500"),
+        ({"success": True, "ranks": [{"checksums": {}}]}, "in a form that is not known"),
+        ({"success": True, "ranks": [7]}, "in a form that is not known"),
+        (
+            OF_TWO | {"ranks": [OF_TWO["ranks"][0] | {"checksums": {"a\x1b[2J": "0" * 16}}]},
+            "in a form that is not known",
+        ),
+    ],
+)
+def test_a_server_without_checksums_is_named_with_its_release(checker: Any, said: str) -> None:
+    with a_server(checker) as url, pytest.raises(UnsupportedEnvironment, match=said) as error:
+        ask_server(url)
+    assert "sglang 0.5.23" in str(error.value) and str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost:30000", "ftp://a", "http://", "http://a:b", "http://a b", "http://a\n/"]
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the address of a server; give it as http://HOST:PORT"):
+        ask_server(url)
+
+
+def test_a_login_in_the_address_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="--api-key-file") as error:
+        ask_server("http://me:hunter2@host:1")
+    assert "hunter2" not in str(error.value)
+
+
+def test_nobody_there() -> None:
+    with with_answers({}) as url:
+        pass
+    with pytest.raises(ConfigError, match=r"No server answers at .*Connection refused"):
+        ask_server(url)
+
+
+@pytest.mark.parametrize("info", [(404, {"detail": "Not Found"}), {"hello": 1}, [1], b"<html>", b"[" * 100_000])
+def test_a_server_of_something_else(info: Any) -> None:
+    with a_server(OF_TWO, info) as url, pytest.raises(ConfigError, match="is not an SGLang server"):
+        ask_server(url)
+
+
+def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+    with (
+        with_answers({"/server_info": (307, {})}, seen) as url,
+        pytest.raises(ConfigError, match="redirects /server_info"),
+    ):
+        ask_server(url, "secret-key")
+    assert [path for path, _ in seen] == ["/server_info"]
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_api, "LARGEST_ANSWER", 2**20)
+    with a_server(b" " * 2**22) as url, pytest.raises(ConfigError, match="sends more than 1 MiB"):
+        ask_server(url)
+
+
+def test_a_checker_and_a_paused_server_that_never_answer_are_given_up() -> None:
+    over = threading.Event()
+
+    def answer(path: str, *_: Any) -> tuple[int, Any]:
+        if path in ("/weights_checker", "/generate"):
+            over.wait(30)
+        return 200, INFO if path == "/server_info" else MODEL
+
+    began = time.monotonic()
+    with serving(answer) as url:
+        with pytest.raises(UnsupportedEnvironment, match="did not answer /weights_checker within 0.3 s"):
+            ask_server(url, seconds=0.3)
+        with pytest.raises(UnsupportedEnvironment, match="did not answer /generate within 0.3 s"):
+            score(url, "", [[1, 2]], seconds=0.3)
+        over.set()
+    assert time.monotonic() - began < 20
+
+
+def keyed(path: str, _: dict[str, Any], key: str) -> tuple[int, Any]:
+    """Answer as a server with --api-key the-key --admin-api-key the-admin-key does (srt/utils/auth.py)."""
+    if key != (ADMIN if path == "/weights_checker" else "the-key"):
+        return 401, {"error": "Unauthorized"}
+    return 200, {"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO}[path]
+
+
+def test_a_key_is_asked_for_and_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    with serving(keyed) as url:
+        with pytest.raises(ConfigError, match="wants a key for /server_info.*--api-key-file FILE"):
+            ask_server(url)
+        file.write_text("the-key\n")
+        with pytest.raises(ConfigError, match="does not take the key.*for /weights_checker.*--admin-api-key") as error:
+            ask_server(url, read_key(str(file)))
+        assert "the-key" not in str(error.value)
+        file.write_text(f"the-key\n{ADMIN}\n")
+        assert len(ask_server(url, read_key(str(file))).ranks) == 2
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", "caf\u00e9".encode(), b"a\x00b"])
+def test_a_file_that_holds_no_key(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        read_key(str(file))
+
+
+def test_proxies_are_not_used_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with a_server(OF_TWO) as url:
+        assert ask_server(url).release == "0.5.23"
+
+
+def test_prompts_are_scored_by_prefill() -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+    with with_answers({"/generate": GENERATED}, seen) as url:
+        scores = score(url, "", [[5, 6, 7, 8], [9, 10]])
+    assert [len(each) for each in scores] == [3, 1] and all(value < 0 for each in scores for value in each)
+    assert seen[0][1]["logprob_start_len"] == 0 and seen[0][1]["sampling_params"]["temperature"] == 1.0
+
+
+def test_log_probs_of_other_tokens_are_refused_and_nan_is_nan() -> None:
+    broken = [{"meta_info": {"input_token_logprobs": [[None, 5, None], [None, 6, None]]}}]
+    with with_answers({"/generate": broken}) as url:
+        assert math.isnan(score(url, "", [[5, 6]])[0][0])
+        for prompts in ([[5, 7]], [[5, 6, 7]], [[5, 6], [5, 6]]):
+            with pytest.raises(UnsupportedEnvironment, match="did not score"):
+                score(url, "", prompts)
