@@ -18,8 +18,8 @@ from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.verify.http_api import Answer, Api, address_of, shown
 
 INFO_SECONDS, CHECKSUM_SECONDS, SCORE_SECONDS = 60.0, 1800.0, 300.0
-"""How long a server may take to tell its arguments, to hash its weights once, and to score all prompts. A GPU hashes
-hundreds of GB a second, a CPU about one; requests of others come first."""
+"""How long a server may take to tell its arguments, to hash its weights once, and to score all prompts. They are
+generous: at 1 GB/s, about what one core hashes, 1800 s are 1.8 TB on each rank."""
 TARGET, DRAFT = "target", "draft"
 MOST_RANKS = 65536
 _NAME = re.compile(r"[!-~]{1,500}")
@@ -120,14 +120,14 @@ def generate(
     scored = answer.content if answer.status == 200 and isinstance(answer.content, list) else []
     try:
         return [_answered(each["meta_info"], prompt) for each, prompt in zip(scored, prompts, strict=True)]
-    except (KeyError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         raise UnsupportedEnvironment(
             f"{api.address} did not answer the {len(prompts)} prompts that it was given: {answer}. Its log may say why."
         ) from None
 
 
 def _answered(said: Mapping[str, Any], prompt: Sequence[int]) -> Answered:
-    """Return what was answered to one prompt. Raise KeyError, TypeError or ValueError unless it is about its tokens.
+    """Return what was answered to one prompt. Raise LookupError, TypeError or ValueError unless it is about its tokens.
 
     0 may be any large id, as in engine_scores.changed_token().
     """

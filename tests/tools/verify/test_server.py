@@ -16,14 +16,15 @@ from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.verify import http_api
 from harness.tools.verify.http_api import read_key
-from harness.tools.verify.server import ask_server, score
+from harness.tools.verify.server import ask_server, generate
 
 Answers = dict[str, Any]
 RECORDED: Answers = json.loads((Path(__file__).parent / "answers.json").read_text())
 INFO, GENERATED = RECORDED["/server_info"], RECORDED["/generate"]
 OF_TWO, WITH_DRAFT = (RECORDED[f"/weights_checker of 0.5.23{what}"] for what in ("", " with a draft model"))
 OLD, OF_0_5_17 = (RECORDED[f"/weights_checker of {release}"] for release in ("0.5.12", "0.5.17"))
-MODEL = {"weight_version": "default"}
+UPDATED = OF_TWO | {"ranks": [OF_TWO["ranks"][0] | {"checksums": {"a": "0" * 16}}, OF_TWO["ranks"][1]]}
+MODEL = {"weight_version": "default", "architectures": ["Qwen2ForCausalLM"]}
 ADMIN = "the-admin-key"
 
 
@@ -78,6 +79,7 @@ def test_a_server_tells_its_arguments_and_each_rank_once() -> None:
     with a_server(OF_TWO, INFO | {"api_key": "hunter2"}) as url:
         server = ask_server(f"{url}/")
     assert (server.url, server.release, server.on_gpu, server.weight_version) == (url, "0.5.23", False, "default")
+    assert server.architectures == ("Qwen2ForCausalLM",)
     assert server.arguments["tp_size"] == 2 and server.arguments["api_key"] != "hunter2"
     assert [(each.role, each.rank, each.tp_rank) for each in server.ranks] == [("target", 0, 0), ("target", 1, 1)]
     assert server.ranks[1].checksums == OF_TWO["ranks"][1]["checksums"] and server.missing == ()
@@ -107,15 +109,18 @@ def test_a_draft_model_is_a_role_of_its_own_in_both_forms() -> None:
 def test_each_attention_rank_tells_about_all_and_each_is_there_once() -> None:
     with a_server(OF_TWO | {"ranks": OF_TWO["ranks"] * 2}) as url:
         assert [each.rank for each in ask_server(url).ranks] == [0, 1]
+    disagreeing = [*OF_TWO["ranks"], *UPDATED["ranks"]]
+    with (
+        a_server(OF_TWO | {"ranks": disagreeing}) as url,
+        pytest.raises(UnsupportedEnvironment, match="updated meanwhile"),
+    ):
+        ask_server(url)
 
 
 def test_0_5_12_tells_about_its_first_rank_alone() -> None:
     with a_server(OLD) as url:
         server = ask_server(url)
     assert [each.rank for each in server.ranks] == [0] and server.missing == (1,)
-
-
-UPDATED = OF_TWO | {"ranks": [OF_TWO["ranks"][0] | {"checksums": {"a": "0" * 16}}, OF_TWO["ranks"][1]]}
 
 
 @pytest.mark.parametrize("changing", ["/weights_checker", "/model_info"])
@@ -211,7 +216,7 @@ def test_a_checker_and_a_paused_server_that_never_answer_are_given_up() -> None:
         with pytest.raises(UnsupportedEnvironment, match="did not answer /weights_checker within 0.3 s"):
             ask_server(url, seconds=0.3)
         with pytest.raises(UnsupportedEnvironment, match="did not answer /generate within 0.3 s"):
-            score(url, "", [[1, 2]], seconds=0.3)
+            generate(url, "", [[1, 2]], 1, seconds=0.3)
         over.set()
     assert time.monotonic() - began < 20
 
@@ -252,18 +257,29 @@ def test_proxies_are_not_used_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
         assert ask_server(url).release == "0.5.23"
 
 
-def test_prompts_are_scored_by_prefill() -> None:
+def test_prompts_are_scored_by_prefill_and_continued() -> None:
     seen: list[tuple[str, dict[str, Any]]] = []
     with with_answers({"/generate": GENERATED}, seen) as url:
-        scores = score(url, "", [[5, 6, 7, 8], [9, 10]])
-    assert [len(each) for each in scores] == [3, 1] and all(value < 0 for each in scores for value in each)
-    assert seen[0][1]["logprob_start_len"] == 0 and seen[0][1]["sampling_params"]["temperature"] == 1.0
+        first, second = generate(url, "", [[5, 6, 7, 8], [9, 10]], new_tokens=1)
+    assert (first.tokens, second.tokens) == ((5, 6, 7, 8, 68), (9, 10, 386))
+    assert first.log_probs == pytest.approx((-6.8539, -7.7723, -6.1450, -4.5017), abs=1e-4)
+    assert (seen[0][1]["logprob_start_len"], seen[0][1]["sampling_params"]["max_new_tokens"]) == (0, 1)
 
 
 def test_log_probs_of_other_tokens_are_refused_and_nan_is_nan() -> None:
-    broken = [{"meta_info": {"input_token_logprobs": [[None, 5, None], [None, 6, None]]}}]
-    with with_answers({"/generate": broken}) as url:
-        assert math.isnan(score(url, "", [[5, 6]])[0][0])
+    said = {"input_token_logprobs": [[None, 5, None], [None, 6, None]], "output_token_logprobs": []}
+    with with_answers({"/generate": [{"meta_info": said}]}) as url:
+        assert math.isnan(generate(url, "", [[5, 6]], 1)[0].log_probs[0])
         for prompts in ([[5, 7]], [[5, 6, 7]], [[5, 6], [5, 6]]):
-            with pytest.raises(UnsupportedEnvironment, match="did not score"):
-                score(url, "", prompts)
+            with pytest.raises(UnsupportedEnvironment, match="did not answer the"):
+                generate(url, "", prompts, 1)
+    for answer in (
+        [{}],
+        [{"meta_info": said | {"output_token_logprobs": [[]]}}],
+        (400, {"error": {"message": "long"}}),
+    ):
+        with (
+            with_answers({"/generate": answer}) as url,
+            pytest.raises(UnsupportedEnvironment, match="did not answer the"),
+        ):
+            generate(url, "", [[5, 6]], 1)
