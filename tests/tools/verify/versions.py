@@ -1,0 +1,67 @@
+"""Two versions of a tiny checkpoint: the older one that a server starts with, and the newer one that a sender sends."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from harness.task.tiny_models import save_tiny_model
+from tests.end_to_end.newer_models import COMMON, save_newer_model
+
+Make = Callable[[Path], Path]
+GEMMA = COMMON | {"hidden_size": 256, "tie_word_embeddings": True, "sliding_window": 64}
+
+
+def _tiny(name: str, dtype: str, **overrides: Any) -> Make:
+    return lambda folder: save_tiny_model(name, folder, 0, dtype, overrides=overrides, texts=["12 + 7 = 19"] * 4)
+
+
+def _gemma(folder: Path) -> Path:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA)).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+MODELS: dict[str, Make] = {
+    "qwen2": _tiny("qwen2", "float32"),
+    "llama": _tiny("llama", "bfloat16"),
+    "qwen3_tied": _tiny("qwen3", "bfloat16", tie_word_embeddings=True),
+    "gemma3": _gemma,
+    "qwen3_moe": _tiny("qwen3_moe", "float32"),
+    "deepseek_v3": _tiny("deepseek_v3", "bfloat16"),
+    "glm4_moe": partial(save_newer_model, "glm4_moe"),
+    "gpt_oss": partial(save_newer_model, "gpt_oss"),
+}
+
+
+def make_versions(name: str, folder: Path) -> tuple[Path, Path]:
+    """Make a model of MODELS; return the folders of its older and of its newer version."""
+    was = MODELS[name](folder / "was")
+    return was, moved_copy(was, folder / "new")
+
+
+def moved_copy(was: Path, new: Path) -> Path:
+    """Copy a checkpoint with normal(0, 0.1) added to each tensor, in the tensor's dtype; return the copy's folder."""
+    shutil.copytree(was, new)
+    generator = torch.Generator().manual_seed(1)
+    for file in new.glob("*.safetensors"):
+        moved = {
+            name: (each + torch.randn(each.shape, generator=generator) * 0.1).to(each.dtype)
+            for name, each in load_file(file).items()
+        }
+        save_file(moved, file, metadata={"format": "pt"})
+    return new
+
+
+def is_tied(folder: Path) -> bool:
+    """Whether the checkpoint's head is its embedding."""
+    return bool(json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"))
