@@ -28,7 +28,7 @@ from harness.runtime.processes import end_processes
 
 START_SECONDS = 240.0
 CALL_SECONDS = 300.0
-HEALTH_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
 
 
 class PlainServer(AbstractContextManager["PlainServer"]):
@@ -57,9 +57,12 @@ class PlainServer(AbstractContextManager["PlainServer"]):
             raise
 
     def is_up(self) -> bool:
-        """Whether it answers; false while it still loads."""
+        """Whether it answers; false while it still loads.
+
+        SGLang's /health generates a token, which an update of weights may find still running and refuse.
+        """
         try:
-            self.request("health", None, HEALTH_SECONDS)
+            self.request("model_info", None, ANSWER_SECONDS)
         except (OSError, EngineFailed):
             return False
         return True

@@ -116,7 +116,7 @@ def live_names(stack: Stack) -> None:
         if EXPERT.search(name):
             layers.setdefault(EXPERT.sub(".experts.", name), []).append(tensor)
     if not layers:
-        raise DoesNotApply("no experts with names of their own")
+        raise DoesNotApply("no experts")
     packed = {name.removesuffix(".weight"): torch.stack(each) for name, each in layers.items()}
     for name in [name for name in packed if name.endswith("gate_proj")]:
         up = packed.pop(name.replace("gate_proj", "up_proj"))
@@ -161,7 +161,7 @@ def transposed(stack: Stack) -> None:
 
 def storage_of_a_view(stack: Stack) -> None:
     """verl#6919: the exporter's tensor is a strided view; here the bytes of its storage are sent as they lie."""
-    name = stack.last_layer("down_proj.weight", "down_proj", "o_proj.weight")
+    name = stack.last_layer("down_proj.weight")
     stack.send(stack.new | {name: stack.new[name].mT.contiguous().reshape(stack.new[name].shape)})
 
 
@@ -179,16 +179,14 @@ def frozen_base(stack: Stack) -> None:
 def expert_order(stack: Stack) -> None:
     """vime#388: experts are numbered with the EP ranks in another order."""
     experts = {int(found[1]) for name in stack.new if (found := EXPERT.search(name))}
-    packed = [name for name in stack.new if ".experts." in name and not EXPERT.search(name)]
-    if not experts and not packed:
+    if not experts:
         raise DoesNotApply("no experts")
     half = len(experts) // 2
 
     def renumbered(name: str) -> str:
         return EXPERT.sub(lambda found: f".experts.{(int(found[1]) + half) % len(experts)}.", name)
 
-    turned = {name: stack.new[name].roll(len(stack.new[name]) // 2, 0) for name in packed}
-    stack.send({renumbered(name): each for name, each in (stack.new | turned).items()})
+    stack.send({renumbered(name): each for name, each in stack.new.items()})
 
 
 def head_taken_for_tied(stack: Stack) -> None:
@@ -230,12 +228,7 @@ def gate_up_swapped(stack: Stack) -> None:
     """A fused projection is cut in the wrong order: gate under the name of up, and up under gate's. No report known."""
     swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
     pair = re.compile(r"\b(gate_proj|up_proj)\b")
-    packed = {
-        name: each.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        for name, each in stack.new.items()
-        if ".experts.gate_up_proj" in name
-    }
-    stack.send({pair.sub(lambda found: swap[found[1]], name): each for name, each in (stack.new | packed).items()})
+    stack.send({pair.sub(lambda found: swap[found[1]], name): each for name, each in stack.new.items()})
 
 
 def shards_in_wrong_order(stack: Stack) -> None:
