@@ -44,22 +44,25 @@ MODELS: dict[str, Make] = {
 
 
 def make_versions(name: str, folder: Path) -> tuple[Path, Path]:
-    """Make a model of MODELS; return the folders of its older and of its newer version."""
-    was = MODELS[name](folder / "was")
-    return was, moved_copy(was, folder / "new")
+    """Make a model of MODELS; return the folders of its older and of its newer version.
+
+    No tensor of either is constant, and none is the same in both.
+    """
+    made = MODELS[name](folder / "made")
+    return moved_copy(made, folder / "was", 0), moved_copy(made, folder / "new", 1)
 
 
-def moved_copy(was: Path, new: Path) -> Path:
+def moved_copy(folder: Path, to: Path, seed: int) -> Path:
     """Copy a checkpoint with normal(0, 0.1) added to each tensor, in the tensor's dtype; return the copy's folder."""
-    shutil.copytree(was, new)
-    generator = torch.Generator().manual_seed(1)
-    for file in new.glob("*.safetensors"):
+    shutil.copytree(folder, to)
+    generator = torch.Generator().manual_seed(seed)
+    for file in to.glob("*.safetensors"):
         moved = {
             name: (each + torch.randn(each.shape, generator=generator) * 0.1).to(each.dtype)
             for name, each in load_file(file).items()
         }
         save_file(moved, file, metadata={"format": "pt"})
-    return new
+    return to
 
 
 def is_tied(folder: Path) -> bool:

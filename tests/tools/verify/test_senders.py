@@ -1,0 +1,32 @@
+"""launch/verify.py and a plain server that nothing of this project updates.
+
+run_senders.py has more models and senders than a test could wait for.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def test_it_is_silent_after_a_right_update_and_names_what_broken_ones_left(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    senders = "^(in_one_call|stale_tensor|gate_up_swapped)$"
+    command = [sys.executable, "-m", "tests.tools.verify.run_senders", "qwen3_moe", "2", "1"]
+    done = subprocess.run(
+        [*command, "--senders", senders, "--json", str(rows)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    found = {row["sender"]: row for row in json.loads(rows.read_text())}
+    assert {name: bool(row["differing"]) for name, row in found.items()} == {
+        "in_one_call": False, "stale_tensor": True, "gate_up_swapped": True,
+    }  # fmt: skip
+    why = {name: " ".join(row["verdict"]["why"].values()) for name, row in found.items()}
+    assert "model.layers.1.self_attn.k_proj.weight kept the values of --was" in why["stale_tensor"]
+    assert "are in each other's place of every expert" in why["gate_up_swapped"]
