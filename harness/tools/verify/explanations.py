@@ -5,14 +5,24 @@ does, the cause is unknown.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 import torch
 
 from harness.tools.verify.comparison import Compared, Made
-from harness.tools.verify.mistakes import Changed, Exchanged, PartlyOld, bits_of, changes, exchanges, sets_of, whole
+from harness.tools.verify.mistakes import (
+    Changed,
+    Exchanged,
+    PartlyOld,
+    bits_of,
+    changes,
+    exchanges,
+    runs_of,
+    sets_of,
+    whole,
+)
 from harness.tools.verify.values import CheckpointReader, Recipe, Source, digest
 from harness.weights.checkpoint_headers import Stored
 from harness.weights.tensor_view import TensorView
@@ -80,15 +90,16 @@ class Explainer:
         if not names:
             return
         sets = list(sets_of(names, len(names)))
-        for members, subject in sets_of(self._moved(shapes, reader, older), len(names)) if older else ():
-            for said, half in (("", None), (" in the first half", 0), (" in the second half", 1)):
-                if older:
-                    source = PartlyOld(reader, older, members, shapes, half)
-                    yield Candidate(f"{subject} kept the values of --was{said}", recipe, scale, source)
+        if older:
+            moved = self._moved(shapes, reader, older)
+            for members, subject, said, half in _left_out(moved, len(names)):
+                source = PartlyOld(reader, older, members, shapes, half)
+                yield Candidate(f"{subject} kept the values of --was{said}", recipe, scale, source)
         for members, subject in sets:
             for said, change in changes():
                 yield Candidate(f"{subject} {said}", recipe, scale, Changed(reader, members, shapes, change))
-        for why, instead in exchanges(names, shapes):
+        everywhere = dict.fromkeys(name for each in made.values() for name in _sources(*each.recipes()))
+        for why, instead in exchanges(list(everywhere), {name: self.stored[name].shape or () for name in everywhere}):
             yield Candidate(why, recipe, scale, Exchanged(reader, instead))
         for other in made.keys() - {rank}:
             for members, subject in sets:
@@ -115,6 +126,15 @@ def sources_of(compared: Compared) -> tuple[str, ...]:
 
 def _sources(recipe: Recipe, scale: Recipe | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*recipe.held.sources, *(scale.held.sources if scale else ()))))
+
+
+def _left_out(moved: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str, str, int | None]]:
+    """Yield what may not have been updated: a set of names, what it is called, and which half of each tensor."""
+    for members, subject in sets_of(moved, of):
+        for said, half in (("", None), (" in the first half", 0), (" in the second half", 1)):
+            yield members, subject, said, half
+    for members, subject in runs_of(moved):
+        yield members, subject, "", None
 
 
 def _without_copies(recipe: Recipe) -> Recipe:

@@ -4,7 +4,7 @@ would have left, and the phrase that says so.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import chain, combinations, islice
 from math import prod
 
 import torch
@@ -85,6 +85,16 @@ def sets_of(names: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str
             yield found, "it" if len(members) == of else called(members)
 
 
+def runs_of(names: Sequence[str]) -> Iterator[tuple[frozenset[str], str]]:
+    """Yield the sets of names that an update leaves out if it ends in the middle, or lacks a file: all before a name, or
+    from it on, in the order of their text and in that of their numbers.
+    """
+    for ordered in (sorted(names), sorted(sorted(names), key=_numbers_in)):
+        for cut in range(1, len(ordered)):
+            for members in (ordered[cut:], ordered[:cut]):
+                yield frozenset(members), f"all from {members[0]} to {members[-1]}"
+
+
 def called(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
 
@@ -103,6 +113,7 @@ def changes() -> Iterator[tuple[str, Change]]:
     yield "arrived transposed", _transposed
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         yield f"arrived rounded to {str(dtype).removeprefix('torch.')}", _rounded(dtype)
+    yield "arrived as float8 without its scale", _without_scale
     yield "arrived cut to bfloat16, not rounded to it", _cut_to_bfloat16
     yield "arrived as NaN", lambda each: torch.full_like(each, torch.nan) if each.is_floating_point() else each
     for element, place in ((0, "first"), (-1, "last")):
@@ -110,6 +121,8 @@ def changes() -> Iterator[tuple[str, Change]]:
     for half, place in ((0, "first"), (1, "second")):
         yield f"arrived in half: its {place} half is zero", _with_zeros(half)
         yield f"arrived in half: its {place} half is the other one again", _with_other_half(half)
+    for more, said in ((1, "greater"), (-1, "less")):
+        yield f"arrived {said} by 1, as norms around zero are by those around one", _moved_by(more)
 
 
 def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[str, str]]]:
@@ -120,12 +133,7 @@ def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[
             yield f"{first[0]} and {second[0]} are in each other's place{like}", _swap(first, second)
     experts = _by_number(names)
     numbers = list(experts)
-    for order, said in (
-        (sorted(numbers, key=str), "in the order of their numbers as text (0, 1, 10, 11, 2)"),
-        (numbers[::-1], "in reversed order"),
-        (numbers[1:] + numbers[:1], "one place too early"),
-        (numbers[-1:] + numbers[:-1], "one place too late"),
-    ):
+    for order, said in _expert_orders(numbers):
         yield (
             f"the experts are {said}",
             {
@@ -136,6 +144,25 @@ def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[
         )
     for one, other in islice(combinations(numbers, 2), PAIRS):
         yield f"experts {one} and {other} are in each other's place", _swap(experts[one], experts[other])
+
+
+def _expert_orders(numbers: Sequence[int]) -> Iterator[tuple[list[int], str]]:
+    """Yield which expert may be in the place of each, with the phrase that says so. Ranks: of expert parallelism."""
+    yield sorted(numbers, key=str), "in the order of their numbers as text (0, 1, 10, 11, 2)"
+    for ranks in range(2, len(numbers) + 1):
+        size, rest = divmod(len(numbers), ranks)
+        if rest:
+            continue
+        blocks = [list(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+        places = f"{size} place{'s' * (size > 1)}"
+        for order, said in (
+            (blocks[::-1], f"those of {ranks} ranks in reversed order"),
+            (blocks[1:] + blocks[:1], f"{places} too early"),
+            (blocks[-1:] + blocks[:-1], f"{places} too late"),
+            ([list(numbers[rank::ranks]) for rank in range(ranks)], f"dealt out to {ranks} ranks in turn"),
+            (blocks[:1] * ranks, f"those of the first of {ranks} ranks on each of them"),
+        ):
+            yield list(chain.from_iterable(order)), said
 
 
 def _by_number(names: Sequence[str]) -> dict[int, list[str]]:
@@ -162,6 +189,22 @@ def _transposed(each: torch.Tensor) -> torch.Tensor:
 
 def _rounded(dtype: torch.dtype) -> Change:
     return lambda each: each.to(dtype).to(each.dtype) if each.is_floating_point() else each
+
+
+def _numbers_in(name: str) -> list[int]:
+    return [int(each) for each in NUMBER.findall(name)]
+
+
+def _without_scale(each: torch.Tensor) -> torch.Tensor:
+    """Scale a tensor so that its largest value is float8's, round it to float8, and forget the scale."""
+    if not each.is_floating_point() or each.itemsize == 1 or not each.numel():
+        return each
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return (each.float() / (each.float().abs().max() / largest)).to(torch.float8_e4m3fn).to(each.dtype)
+
+
+def _moved_by(more: int) -> Change:
+    return lambda each: each + more if each.ndim == 1 and each.is_floating_point() and each.itemsize > 1 else each
 
 
 def _cut_to_bfloat16(each: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,7 @@ def live_names(stack: Stack) -> None:
 
 
 def wrapped_names(stack: Stack) -> None:
-    """verl#7495: names as LoRA's wrapper has them (base_layer), to which the server answers with success."""
+    """verl#2702: names as LoRA's wrapper has them (base_layer), to which the server answers with success."""
     adapted = re.compile(r"(self_attn\.\w+_proj)\.weight$")
     stack.send({adapted.sub(r"\1.base_layer.weight", name): each for name, each in stack.new.items()})
 
@@ -197,7 +197,7 @@ def head_taken_for_tied(stack: Stack) -> None:
 
 
 def tied_under_the_heads_name(stack: Stack) -> None:
-    """labs-molt#26's hazard: of two tied names the one that the engine skips is sent, the head's."""
+    """labs-molt#26 sends one of two tied names; here it is the one that the engine skips, the head's."""
     if not is_tied(stack.new_folder):
         raise DoesNotApply("the head is not tied")
     stack.send({HEAD if name == EMBEDDING else name: each for name, each in stack.new.items()})
@@ -232,7 +232,7 @@ def gate_up_swapped(stack: Stack) -> None:
 
 
 def shards_in_wrong_order(stack: Stack) -> None:
-    """sglang#24655: ranks are indexed by another mesh; here each gets another's shard."""
+    """sglang#24655: a rank takes the payload of another; here each gets another's shard."""
     name = stack.last_layer("o_proj.weight")
     shards = stack.new[name].chunk(stack.server.tp, 1)
     stack.send(stack.new | {name: torch.cat(shards[::-1], 1)})
@@ -246,7 +246,7 @@ def first_shard_for_all(stack: Stack) -> None:
 
 
 def last_rank_left_out(stack: Stack) -> None:
-    """verl#2455: the update does not reach the last TP rank, which keeps the older version."""
+    """verl#2455: a step reaches only some TP ranks; here the last one keeps the older version."""
     new, was = list(stack.new.items()), list(stack.was.items())
     with stack.update():
         stack.server.send_tensors([new] * (stack.server.tp - 1) + [was])

@@ -1,0 +1,41 @@
+"""What explanations of a wrong hash try: each mistake gives what a sender would have left by it."""
+
+from collections.abc import Callable
+
+import torch
+
+from harness.tools.verify.mistakes import changes, exchanges, runs_of
+
+EXPERTS = 8
+NAMES = [f"model.layers.1.mlp.experts.{number}.down_proj.weight" for number in range(EXPERTS)]
+
+
+def in_the_place_of(numbers: Callable[[int], int]) -> dict[str, str]:
+    return {NAMES[place]: NAMES[numbers(place)] for place in range(EXPERTS)}
+
+
+def test_experts_in_the_orders_that_expert_parallelism_may_give_them() -> None:
+    tried = [instead for _, instead in exchanges(NAMES, {name: (4, 4) for name in NAMES})]
+    per_rank = EXPERTS // 4
+    for numbers in (
+        lambda place: (place + 4) % EXPERTS,  # two ranks in reversed order
+        lambda place: (place - per_rank) % EXPERTS,  # each of four ranks has the next one's number
+        lambda place: place % per_rank,  # each of four ranks numbers its own from 0
+        lambda place: place * 2 % EXPERTS + place * 2 // EXPERTS,  # dealt out to two ranks
+    ):
+        assert in_the_place_of(numbers) in tried
+
+
+def test_an_update_that_ended_in_the_middle_in_either_order_of_names() -> None:
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1, 2, 10)]
+    left_out = [members for members, _ in runs_of(names)]
+    by_text, by_number = ({names[1], names[3], names[2]}, {names[2], names[3]})
+    assert by_text in left_out and by_number in left_out
+    assert {names[0], names[2]} not in left_out
+
+
+def test_float8_without_its_scale_and_norms_around_zero() -> None:
+    tried = [change for _, change in changes()]
+    sent = torch.tensor([0.5, -2.0, 1.25], dtype=torch.bfloat16)
+    for left in (torch.tensor([112.0, -448.0, 288.0]), sent - 1, sent + 1):
+        assert any(torch.equal(change(sent), left.bfloat16()) for change in tried)
