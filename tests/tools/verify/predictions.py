@@ -1,0 +1,41 @@
+"""A program of test_rank_predictions.py, because SGLang reads its environment as it is imported: predictions in which
+layers stand for others, and those in which each is traced itself.
+
+    python -m tests.tools.verify.predictions MODEL TP EP
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from harness.task.tiny_models import save_tiny_model
+from harness.tools.full_size.command import prepare_import
+
+LAYERS = 5
+
+
+def main(model: str, tp: int, ep: int) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = save_tiny_model(model, scratch, seed=1, overrides={"num_hidden_layers": LAYERS}, texts=["1 + 1 = 2"])
+        prepare_import(folder)
+        from harness.rollout.sglang_api import meta_model
+        from harness.tools.verify.rank_predictions import TARGET, EngineModels, layout_of, predict
+        from harness.weights.checkpoint_headers import read_headers
+
+        meta_model.import_all(folder)
+        arguments = {"tp_size": tp, "ep_size": ep, "dtype": "float32"}
+        models = EngineModels(folder=folder, arguments=arguments, on_gpu=False, processes=2)
+        layout, wanted = layout_of(read_headers(folder)), [(TARGET, rank) for rank in range(tp)]
+        short, whole = (predict(models, layout, wanted, traced) for traced in ((), range(LAYERS)))
+        for key, prediction in whole.items():
+            assert not prediction.like
+            assert short[key].nbytes == prediction.nbytes
+            assert len(short[key].like) > len(short[key].packed)
+            for name in prediction.nbytes:
+                assert short[key].held(name) == prediction.held(name), name
+            assert short[key].unfilled == prediction.unfilled
+            print(key, len(prediction.nbytes), "tensors,", len(short[key].like), "by their like")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
