@@ -75,6 +75,7 @@ def prepare_import(folder: Path, draft: bool = False) -> None:
     """Set the environment in which torch and SGLang are imported. draft: SGLang's classes of draft models are needed
     too.
     """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what SGLang asks of a GPU is answered for one that is not there
     cpu_standins.activate()
     os.environ.update(cpu_environment(1))
     from harness.rollout.sglang_api import meta_model

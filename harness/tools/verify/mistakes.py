@@ -80,7 +80,7 @@ def sets_of(names: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str
     """
     seen = set()
     for members in (list(names), *kinds_of(names).values(), *([name] for name in names)):
-        if (found := frozenset(members)) not in seen:
+        if members and (found := frozenset(members)) not in seen:
             seen.add(found)
             yield found, "it" if len(members) == of else called(members)
 
