@@ -130,7 +130,8 @@ def examine(options: Options, server: Server, key: str, folder: Path, scratch: P
         equal=len(compared) - len(wrong),
         different=different,
         unpredicted=others,
-        ignored=_ignored_by_all(engine),
+        # A rank that the server does not tell about, such as one of the next pipeline stage, may take them.
+        ignored=() if server.missing else _ignored_by_all(engine),
         refused=tuple(
             dict.fromkeys(f"{name}: {said}" for each in engine.values() for name, said in each.refused.items())
         ),

@@ -143,7 +143,8 @@ def _predict_rank(
     is_draft = role != TARGET
     model = meta_model.build_on_meta(models.folder, models.arguments, rank, is_draft).model
     stages = models.arguments.get("pp_size") or 1
-    shared = meta_model.embedding_and_head(model, stages)
+    # Without a draft model nothing is shared, and a pipeline stage has only one of them to hand out.
+    shared = meta_model.embedding_and_head(model, stages) if models.arguments.get("speculative_algorithm") else {}
     not_its_own = {*shared.values()} if is_draft else set()
     stands = _stands_for(model, layers, traced)
     trace = LoaderTrace(model, tuple(group for layer in stands if stands[layer] == layer for group in layers[layer]))

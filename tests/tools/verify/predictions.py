@@ -1,12 +1,11 @@
 """A program of test_rank_predictions.py, because SGLang reads its environment as it is imported: predictions in which
-layers stand for others, and those in which each is traced itself.
+layers stand for others, those in which each is traced itself, and those of pipeline stages.
 
     python -m tests.tools.verify.predictions MODEL TP EP
 """
 
 import sys
 import tempfile
-from pathlib import Path
 
 from harness.task.tiny_models import save_tiny_model
 from harness.tools.full_size.command import prepare_import
@@ -35,6 +34,10 @@ def main(model: str, tp: int, ep: int) -> None:
                 assert short[key].held(name) == prediction.held(name), name
             assert short[key].unfilled == prediction.unfilled
             print(key, len(prediction.nbytes), "tensors,", len(short[key].like), "by their like")
+        piped = EngineModels(folder=folder, arguments={"pp_size": 2, "dtype": "float32"}, on_gpu=False, processes=2)
+        first, last = predict(piped, layout, [(TARGET, stage) for stage in range(2)]).values()
+        assert not first.nbytes.keys() & last.nbytes.keys()
+        assert first.nbytes.keys() | last.nbytes.keys() == whole[TARGET, 0].nbytes.keys()
 
 
 if __name__ == "__main__":
