@@ -5,12 +5,15 @@ does, the cause is unknown.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
 import torch
 
+from harness.tools.full_size.compare import ranges
 from harness.tools.verify.comparison import Compared, Made
 from harness.tools.verify.mistakes import (
     Changed,
@@ -59,25 +62,40 @@ class Explainer:
     """For how many tensors the time was too short."""
 
     def explain(self, compared: Compared) -> str:
-        """Return why a tensor differs on its first wrong rank; "" if nothing that was tried gives the server's hash."""
-        rank, told = next(iter(compared.wrong.items()))
-        for other, known in compared.digests.items():
-            if known == told:
-                return f"rank {rank} holds the shard of rank {other}"
-        if told in self.elsewhere:
-            return f"it holds what {self.elsewhere[told]} must hold"
-        began = time.monotonic()
+        """Return why a tensor differs, rank by rank if that differs; "" if nothing that was tried gives the server's
+        hash.
+        """
+        began, found = time.monotonic(), dict[str, list[int]]()
         with ExitStack() as stack:
             reader = stack.enter_context(closing(CheckpointReader(self.stored)))
             older = stack.enter_context(closing(CheckpointReader(self.was))) if self.was else None
-            for each in self._candidates(compared.tensor.made, rank, reader, older):
-                if digest(each.recipe, each.scale, each.source, self.on_gpu) == told:
-                    return each.why
-                spent = time.monotonic() - began
-                if spent > TENSOR_SECONDS or self.spent + spent > ALL_SECONDS:
-                    self.given_up += 1
-                    break
+            end = began + min(TENSOR_SECONDS, ALL_SECONDS - self.spent)
+            for rank, told in compared.wrong.items():
+                tried = partial(self._candidates, compared.tensor.made, rank, reader, older)
+                why = self._known(compared, told) or self._tried(tried, told, found, end)
+                found.setdefault(why, []).append(rank)
         self.spent += time.monotonic() - began
+        self.given_up += "" in found and time.monotonic() > end
+        if len(found) == 1:
+            return next(iter(found))
+        return "; ".join(f"on {called_ranks(ranks)}, {why or 'cause unknown'}" for why, ranks in found.items())
+
+    def _known(self, compared: Compared, told: str) -> str:
+        for other, known in compared.digests.items():
+            if known == told:
+                return f"it holds the shard of rank {other}"
+        return f"it holds what {self.elsewhere[told]} must hold" if told in self.elsewhere else ""
+
+    def _tried(
+        self, candidates: Callable[[], Iterator[Candidate]], told: str, before: Collection[str], end: float
+    ) -> str:
+        """Return which candidate gives the hash, those first that explained the ranks before."""
+        again = (each for each in candidates() if each.why in before) if any(before) else ()
+        for each in chain(again, candidates()):
+            if digest(each.recipe, each.scale, each.source, self.on_gpu) == told:
+                return each.why
+            if time.monotonic() > end:
+                break
         return ""
 
     def _candidates(
@@ -116,6 +134,10 @@ class Explainer:
                 pair = [bits_of(whole(source, name, shapes)) for source in (reader, older)]
                 found += [] if torch.equal(*pair) else [name]
         return found
+
+
+def called_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(sorted(ranks))}"
 
 
 def sources_of(compared: Compared) -> tuple[str, ...]:

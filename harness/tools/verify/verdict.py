@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.tools.full_size.compare import in_groups, ranges
+from harness.tools.full_size.compare import in_groups
 from harness.tools.verify.comparison import NOTHING, UNTOLD, Compared, Unpredicted
+from harness.tools.verify.explanations import called_ranks
 from harness.tools.verify.mistakes import called, kinds_of
 from harness.tools.verify.server import Server
 from harness.weights.tensor_view import without_numbers
@@ -35,9 +36,10 @@ class Different:
         return self.compared.tensor.label
 
     def sentence(self) -> str:
-        of = f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)}"
         filled = ", ".join(map(called, kinds_of(self.sources).values()))
-        return f"differs on {of}: {self.why or 'cause unknown'}" + (f" (filled from {filled})" if filled else "")
+        return f"differs on {called_ranks(self.ranks)}: {self.why or 'cause unknown'}" + (
+            f" (filled from {filled})" if filled else ""
+        )
 
 
 def sentences(different: Sequence[Different]) -> list[str]:
@@ -113,10 +115,11 @@ class Answer:
             return f"{len(self.refused)} of the names in {self.weights} fit no tensor of the server's class; first: {self.refused[0]}"
         if self.different:
             first = self.different[0]
-            reasons = {each.why for each in self.different}
-            if not self.equal and len(reasons) == 1:
+            alike = {(each.why, *each.ranks) for each in self.different}
+            if not self.equal and len(alike) == 1:
+                on = f" on {called_ranks(first.ranks)}" if len(first.ranks) < len(first.compared.digests) else ""
                 return (
-                    f"none of the {self.compared} tensors of {where} is what {self.weights} says:"
+                    f"none of the {self.compared} tensors of {where}{on} is what {self.weights} says:"
                     f" {first.why or 'another model, or other weights of it; cause unknown'}"
                 )
             return (

@@ -125,7 +125,7 @@ def live_names(stack: Stack) -> None:
 
 
 def wrapped_names(stack: Stack) -> None:
-    """verl#2702: names as LoRA's wrapper has them (base_layer), to which the server answers with success."""
+    """verl#2702: names as LoRA's wrapper has them (base_layer): some of SGLang's classes ignore them, others die."""
     adapted = re.compile(r"(self_attn\.\w+_proj)\.weight$")
     stack.send({adapted.sub(r"\1.base_layer.weight", name): each for name, each in stack.new.items()})
 
@@ -252,6 +252,15 @@ def last_rank_left_out(stack: Stack) -> None:
         stack.server.send_tensors([new] * (stack.server.tp - 1) + [was])
 
 
+def each_rank_in_its_own_way(stack: Stack) -> None:
+    """One matrix stays old on the first ranks, and arrives as no numbers on the last. No report known."""
+    name = stack.last_layer("k_proj.weight", "kv_b_proj.weight")
+    stale = stack.new | {name: stack.was[name]}
+    no_numbers = stack.new | {name: torch.full_like(stack.new[name], torch.nan)}
+    with stack.update():
+        stack.server.send_tensors([list(stale.items())] * (stack.server.tp - 1) + [list(no_numbers.items())])
+
+
 def folder_without_a_file(stack: Stack) -> None:
     """From a folder in which one of the checkpoint's files is not written yet. No report known."""
     folder = stack.save(stack.new, files=4)
@@ -268,7 +277,7 @@ BROKEN: Sequence[Sender] = (
     split_pair, live_names, wrapped_names, float8_without_scales, rounded_to_bfloat16, missing_buffer, transposed,
     storage_of_a_view, stale_tensor, frozen_base, expert_order, head_taken_for_tied, tied_under_the_heads_name,
     half_of_it_zero, half_of_it_stale, all_nan, gate_up_swapped, shards_in_wrong_order, first_shard_for_all,
-    last_rank_left_out, folder_without_a_file, norms_off_by_one,
+    last_rank_left_out, each_rank_in_its_own_way, folder_without_a_file, norms_off_by_one,
 )  # fmt: skip
 
 
