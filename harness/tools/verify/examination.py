@@ -177,9 +177,13 @@ def _compared_again(asked: Asked, engine: Engine, compared: Sequence[Compared]) 
     return [*(each for each in compared if not each.wrong), *anew]
 
 
-def _holders(compared: Sequence[Compared]) -> dict[str, str]:
-    """Return the hash of what each tensor of each rank must hold -> the tensor and its rank."""
-    return {known: f"{each.tensor.label} on rank {rank}" for each in compared for rank, known in each.digests.items()}
+def _holders(compared: Sequence[Compared]) -> dict[str, dict[int, str]]:
+    """Return the hash of what each tensor of each rank must hold -> the rank -> the tensor."""
+    found: dict[str, dict[int, str]] = {}
+    for each in compared:
+        for rank, known in each.digests.items():
+            found.setdefault(known, {}).setdefault(rank, each.tensor.label)
+    return found
 
 
 def _ranks(server: Server, options: Options) -> tuple[ServerRank, ...]:

@@ -55,8 +55,8 @@ class Explainer:
     was: Mapping[str, Stored] | None
     """The checkpoint before, of --was."""
     on_gpu: bool
-    elsewhere: Mapping[str, str]
-    """The hash of what each tensor of each rank must hold -> that tensor's name and rank, as a phrase."""
+    elsewhere: Mapping[str, Mapping[int, str]]
+    """The hash of what each tensor of each rank must hold -> the rank -> that tensor's name."""
     spent: float = 0.0
     given_up: int = 0
     """For how many tensors the time was too short."""
@@ -72,7 +72,7 @@ class Explainer:
             end = began + min(TENSOR_SECONDS, ALL_SECONDS - self.spent)
             for rank, told in compared.wrong.items():
                 tried = partial(self._candidates, compared.tensor.made, rank, reader, older)
-                why = self._known(compared, told) or self._tried(tried, told, found, end)
+                why = self._known(compared, rank, told) or self._tried(tried, told, found, end)
                 found.setdefault(why, []).append(rank)
         self.spent += time.monotonic() - began
         self.given_up += "" in found and time.monotonic() > end
@@ -80,11 +80,15 @@ class Explainer:
             return next(iter(found))
         return "; ".join(f"on {called_ranks(ranks)}, {why or 'cause unknown'}" for why, ranks in found.items())
 
-    def _known(self, compared: Compared, told: str) -> str:
+    def _known(self, compared: Compared, rank: int, told: str) -> str:
+        """Return what else of this engine must have that hash; "" for nothing."""
         for other, known in compared.digests.items():
             if known == told:
                 return f"it holds the shard of rank {other}"
-        return f"it holds what {self.elsewhere[told]} must hold" if told in self.elsewhere else ""
+        there = self.elsewhere.get(told, {})
+        if rank in there:
+            return f"it holds what {there[rank]} must hold"
+        return next((f"it holds what {name} on rank {other} must hold" for other, name in there.items()), "")
 
     def _tried(
         self, candidates: Callable[[], Iterator[Candidate]], told: str, before: Collection[str], end: float

@@ -74,12 +74,18 @@ def whole(source: Source, name: str, shapes: Shapes) -> torch.Tensor:
 
 
 def sets_of(names: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str]]:
-    """Yield the sets of names that one mistake may have met, each with what it is called: all, those of a kind, one.
+    """Yield the sets of names that one mistake may have met, each with what it is called: all, those of a kind, those of
+    one expert, one.
 
     of: how many fill the tensor; so many together are called "it".
     """
     seen = set()
-    for members in (list(names), *kinds_of(names).values(), *([name] for name in names)):
+    for members in (
+        list(names),
+        *kinds_of(names).values(),
+        *_by_number(names).values(),
+        *([name] for name in names),
+    ):
         if members and (found := frozenset(members)) not in seen:
             seen.add(found)
             yield found, "it" if len(members) == of else called(members)
@@ -96,7 +102,7 @@ def runs_of(names: Sequence[str]) -> Iterator[tuple[frozenset[str], str]]:
 
 
 def called(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
+    return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more like it"
 
 
 def kinds_of(names: Sequence[str]) -> dict[str, list[str]]:
@@ -144,6 +150,11 @@ def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[
         )
     for one, other in islice(combinations(numbers, 2), PAIRS):
         yield f"experts {one} and {other} are in each other's place", _swap(experts[one], experts[other])
+        for twice, lost in ((one, other), (other, one)):
+            yield (
+                f"expert {twice} is in the place of expert {lost} too",
+                dict(zip(experts[lost], experts[twice], strict=True)),
+            )
 
 
 def _expert_orders(numbers: Sequence[int]) -> Iterator[tuple[list[int], str]]:

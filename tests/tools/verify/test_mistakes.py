@@ -24,6 +24,7 @@ def test_experts_in_the_orders_that_expert_parallelism_may_give_them() -> None:
         lambda place: place * 2 % EXPERTS + place * 2 // EXPERTS,  # dealt out to two ranks
     ):
         assert in_the_place_of(numbers) in tried
+    assert {NAMES[3]: NAMES[2]} in tried  # one of them twice
 
 
 def test_an_update_that_ended_in_the_middle_in_either_order_of_names() -> None:
