@@ -34,13 +34,32 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     Raise ConfigError for a file that is broken.
     """
     index = folder / WEIGHT_INDEX
-    named: Mapping[str, str] = _json(index.read_bytes(), index).get("weight_map", {}) if index.is_file() else {}
-    files = [folder / file for file in sorted(set(named.values()))] if named else sorted(folder.glob("*.safetensors"))
-    stored = {name: Stored() for name in named if not (folder / named[name]).is_file()}
-    for file in files:
+    if index.is_file() and (stored := read_index(index)):
+        return stored
+    stored = {}
+    for file in sorted(folder.glob("*.safetensors")):
         if file.is_file():
             stored |= read_header(file)
     return stored
+
+
+def read_index(index: Path) -> dict[str, Stored]:
+    """Return the tensors that an index of safetensors files names, and those that its files have besides.
+
+    Raise ConfigError if the index or a file is broken, or if it names a file outside of its own folder.
+    """
+    named: Mapping[str, str] = read_json(index.read_bytes(), index).get("weight_map", {})
+    if not isinstance(named, dict) or not all(_is_beside(file) for file in named.values()):
+        raise ConfigError(f"weight_map in {index} must have, for each tensor, a file of that folder.")
+    stored = {name: Stored() for name in named if not (index.parent / named[name]).is_file()}
+    for file in sorted(set(named.values())):
+        if (index.parent / file).is_file():
+            stored |= read_header(index.parent / file)
+    return stored
+
+
+def _is_beside(file: Any) -> bool:
+    return isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -50,18 +69,22 @@ def read_header(file: Path) -> dict[str, Stored]:
         length = int.from_bytes(opened.read(8), "little")
         if length > size:
             raise ConfigError(f"{file} must be a safetensors file, but it is shorter than its header.")
-        header = _json(opened.read(length), file)
+        header = read_json(opened.read(length), file)
     stored = {}
     for name, each in header.items():
         if name == "__metadata__":
             continue
-        start, _ = each["data_offsets"]
-        dtype, shape = DTYPES.get(each["dtype"], each["dtype"]), tuple(each["shape"])
-        stored[name] = Stored(dtype=dtype, shape=shape, file=file, start=8 + length + start)
+        try:
+            start, _ = each["data_offsets"]
+            dtype, shape = DTYPES.get(each["dtype"], each["dtype"]), tuple(map(int, each["shape"]))
+            stored[name] = Stored(dtype=dtype, shape=shape, file=file, start=8 + length + start)
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{file} must have dtype, shape and data_offsets for {name}, got {each}.") from None
     return stored
 
 
-def _json(text: bytes, file: Path) -> dict[str, Any]:
+def read_json(text: bytes, file: Path) -> dict[str, Any]:
+    """Return the JSON object in the text of a file, or of its header. Raise ConfigError if there is none."""
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -13,8 +13,10 @@ from typing import Any
 from harness.weights.checkpoint_headers import read_headers
 from harness.weights.tensor_view import TensorView, without_numbers
 
-UNUSED = (r"rotary_emb\.inv_freq", r"^mtp\.", r"\.mtp\.")
-"""Names of published checkpoints that no trainer here has: recomputed tables, and layers for multi-token prediction."""
+TABLE = re.compile(r"rotary_emb\.inv_freq")
+"""Names of published checkpoints that are computed anew when a model is built."""
+MTP = re.compile(r"^mtp\.|\.mtp\.")
+"""Names of layers for multi-token prediction, if these have no numbers behind the decoder's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +39,9 @@ def compare_checkpoint(
     if not stored:
         return None
     sent = {view.name: view for view in layout}
-    layers = _layers(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    unused = re.compile("|".join((*UNUSED, *ignored)))
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     others = [name for name in stored if name not in sent]
-    left_out = [name for name in others if unused.search(name) or _is_behind(name, layers)]
+    left_out = passed_over(others, fields, ignored)
     problems = [
         (name, "sent by the trainer, but the checkpoint beside config.json lacks it")
         for name in sent
@@ -75,14 +76,32 @@ def compare_checkpoint(
     )
 
 
-def _layers(fields: Mapping[str, Any]) -> int:
-    return int((fields.get("text_config") or fields).get("num_hidden_layers") or 0)
+def passed_over(names: Iterable[str], fields: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, str]:
+    """Return those names that published checkpoints have and no trainer here, and what they are.
+
+    fields: of config.json. ignored: patterns of names that transformers' class leaves out when it loads.
+    """
+    unused = re.compile("|".join(ignored) or "(?!)")
+    found = {}
+    for name in names:
+        if TABLE.search(name):
+            found[name] = "a table that is computed anew"
+        elif is_of_mtp_layer(name, fields):
+            found[name] = "of a layer for multi-token prediction, which only a draft model reads"
+        elif unused.search(name):
+            found[name] = "transformers' class leaves it out when it loads"
+    return found
 
 
-def _is_behind(name: str, layers: int) -> bool:
-    """Return whether a name is of a layer behind the decoder's, as those for multi-token prediction are numbered."""
+def is_of_mtp_layer(name: str, fields: Mapping[str, Any]) -> bool:
+    """Return whether a name is of a layer for multi-token prediction: those are numbered on behind the decoder's.
+
+    fields: of config.json, which says how many there are.
+    """
+    language = fields.get("text_config") or fields
+    layers, more = (int(language.get(f"num_{which}_layers") or 0) for which in ("hidden", "nextn_predict"))
     found = re.search(r"\.layers\.(\d+)\.", name)
-    return bool(found and layers and int(found[1]) >= layers)
+    return bool(MTP.search(name) or (found and layers <= int(found[1]) < layers + more))
 
 
 def _firsts(found: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from harness.runtime import cpu_standins
 from harness.runtime.files import replace_file
 from harness.runtime.fork_server import collecting_nothing
 from harness.runtime.working import Work, working
+from harness.tools.full_size.exported_names import Export, read_export
 from harness.tools.full_size.model_and_options import Options, Question, read_question
 
 SUFFIX = {"--json": ".json", "--page": ".html"}
@@ -35,7 +36,8 @@ def run(name: str, options: Options, words: Sequence[str] = ()) -> int:
             raise ConfigError("--page shows one answer; leave out --against, or write its table by --json.")
         return compare.against(name, options, words)
     with working("reading the model's config") as work, tempfile.TemporaryDirectory() as scratch:
-        return _answer(work, name, options, read_question(name, options, words, Path(scratch)))
+        question = read_question(name, options, words, Path(scratch))
+        return _answer(work, name, options, question, read_export(options.names) if options.names else None)
 
 
 def check_written(option: str, file: Path) -> None:
@@ -48,7 +50,7 @@ def check_written(option: str, file: Path) -> None:
         raise ConfigError(f"{option} {file} cannot be written by this user; give another file.")
 
 
-def _answer(work: Work, name: str, options: Options, question: Question) -> int:
+def _answer(work: Work, name: str, options: Options, question: Question, export: Export | None) -> int:
     started = time.monotonic()
     print("importing SGLang's class of this model, and transformers'", flush=True)
     with working("importing torch, transformers and SGLang", importing=True), collecting_nothing():
@@ -58,7 +60,7 @@ def _answer(work: Work, name: str, options: Options, question: Question) -> int:
 
         meta_model.import_all(question.folder)
     work.what = "comparing what is sent with what the engine takes"
-    answer = find_answer(name, options, question, started, imported=time.monotonic())
+    answer = find_answer(name, options, question, export, started, imported=time.monotonic())
     if options.json:
         Path(options.json).write_text(json.dumps(answer.table(), indent=1))
     if options.page:

@@ -14,13 +14,12 @@ import torch
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.findings import Findings
+from harness.tools.full_size.findings import Findings, examine_names
 from harness.tools.full_size.ranks_at_true_size import (
     NO_LAYER,
     EngineRank,
     EngineShape,
     by_layer,
-    examine,
     kind_of,
     layer_of,
 )
@@ -93,10 +92,14 @@ def examine_draft(
     """
     sample = [group for groups in one_layer_of_each_kind(fusing_groups(sent)) for group in groups]
     groups = (*sample, *fusing_groups(mtp))
-    ranks = examine(replace(shape, draft=True), groups, every_name=True)
     of_trainer = {view.name for group in sample for view in group.views}
-    copied = tuple(f"{path.partition('{n}')[2]}.weight" for path in mtp_names(shape.folder).copies)
-    ignored = of_trainer | {view.name for view in mtp if view.name.endswith(copied)}
+    ranks, findings = examine_names(
+        replace(shape, draft=True),
+        groups,
+        every_name=True,
+        passed_over=of_trainer | copies_in(shape.folder, mtp),
+        target=target,
+    )
     filled = {
         copy.into
         for each in ranks
@@ -106,10 +109,16 @@ def examine_draft(
     }
     return DraftModel(
         ranks=tuple(ranks),
-        findings=Findings.of(ranks, ignored, target),
+        findings=findings,
         mtp=tuple(mtp),
         filled_by_trainer=frozenset(filled),
     )
+
+
+def copies_in(folder: Path, mtp: Iterable[TensorView]) -> set[str]:
+    """Return those names of the MTP layer that are copies of the model's embedding and head."""
+    copied = tuple(f"{path.partition('{n}')[2]}.weight" for path in mtp_names(folder).copies)
+    return {view.name for view in mtp if view.name.endswith(copied)}
 
 
 def one_layer_of_each_kind(groups: Iterable[FusingGroup]) -> list[list[FusingGroup]]:

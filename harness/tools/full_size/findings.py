@@ -1,11 +1,19 @@
 """What the ranks of one engine say together: which tensors do not arrive, and what cannot be told."""
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from harness.rollout.sglang_api.absent_hardware import tells_what_is_absent
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.ranks_at_true_size import EngineRank, filled_in_part, given_to_all, layer_of
+from harness.tools.full_size.ranks_at_true_size import (
+    EngineRank,
+    EngineShape,
+    examine,
+    filled_in_part,
+    given_to_all,
+    layer_of,
+)
+from harness.weights.fusing import FusingGroup
 from harness.weights.presync_checks import coverage_problems, unfilled_parameters
 from harness.weights.traced.coverage import LoadCoverage
 
@@ -27,6 +35,14 @@ class Findings:
     """Scales of the attention's KV cache are not filled, as published checkpoints lack them."""
     widened: tuple[str, ...] = ()
     """Names that are sent in fewer bits than the engine holds, each with both dtypes."""
+    unread: frozenset[str] = frozenset()
+    """Names of which no rank's loader copies anything. Here and below a layer may stand for others that are like it."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Name, or names joined by commas -> what the loader raised."""
+    misfits: tuple[str, ...] = ()
+    """Those of the problems that are of a name which is read, but does not arrive whole and unchanged."""
+    lacking: tuple[str, ...] = ()
+    """The engine's parameters that nothing fills whole, on one rank at least."""
 
     @classmethod
     def of(
@@ -51,22 +67,29 @@ class Findings:
                 f"SGLang's loader of this model needs what is absent here: {next(iter(refused.values()))}"
             )
         in_part, padding = filled_in_part(ranks, target)
+        untold = {name for each in ranks for name in each.coverage.opaque}
+        read = {copy.source.name for each in coverage for copies in each.copies for copy in copies}
+        unread = sent - read - untold - {name for names in refused for name in names.split(", ")}
         # A parameter of the engine may have the same name as a tensor that is sent.
         of_engine = unfilled_parameters(coverage)
         left_out = set(passed_over) - refused.keys()
-        found = [each for each in of_engine if _subject(each) not in unfilled]
-        found += [
+        of_names = [
             each
             for each in coverage_problems(given, coverage, buffers)
-            if each not in of_engine and _subject(each) not in left_out
+            if each not in of_engine and subject(each) not in left_out
         ]
+        found = [*(each for each in of_engine if subject(each) not in unfilled), *of_names]
         like = _layers_like(ranks)
         return cls(
-            problems=tuple(f"{each}{like.get(layer_of(_subject(each)), '')}" for each in (*found, *in_part)),
+            problems=tuple(f"{each}{like.get(layer_of(subject(each)), '')}" for each in (*found, *in_part)),
             padding=tuple(padding),
-            untold=tuple(sorted({name for each in ranks for name in each.coverage.opaque})),
+            untold=tuple(sorted(untold)),
             kv_cache_scales=bool(unfilled),
             widened=tuple(dict.fromkeys(_widened(coverage))),
+            unread=frozenset(unread),
+            refused=refused,
+            misfits=tuple(each for each in of_names if subject(each) not in unread | refused.keys()),
+            lacking=tuple(subject(each) for each in (*of_engine, *in_part) if subject(each) not in unfilled),
         )
 
 
@@ -83,6 +106,24 @@ def _widened(coverage: Sequence[LoadCoverage]) -> Iterator[str]:
             yield f"{copy.source.name} ({sent} into {copy.held})".replace("torch.", "")
 
 
-def _subject(sentence: str) -> str:
+def subject(sentence: str) -> str:
     """Return the tensor that a sentence begins with."""
     return sentence.partition(":")[0]
+
+
+def examine_names(
+    shape: EngineShape,
+    groups: Iterable[FusingGroup],
+    *,
+    every_name: bool = False,
+    passed_over: Collection[str] = (),
+    target: Sequence[EngineRank] = (),
+    buffers: Collection[str] = (),
+) -> tuple[list[EngineRank], Findings]:
+    """Build the ranks of an engine, give these names to their loaders, and return the ranks and what they say together.
+
+    every_name: give every name to every rank. The others are those of Findings.of. Raise RankFailed,
+    UnsupportedEnvironment.
+    """
+    ranks = examine(shape, groups, every_name)
+    return ranks, Findings.of(ranks, passed_over, target, buffers)

@@ -87,6 +87,11 @@ class Options:
     all_ranks: bool = False
     """Give every name to every rank's loader. Otherwise each rank gets one layer of each kind, and the ranks of a stage
     share the others."""
+    names: str = ""
+    """What somebody's own exporter sends, in place of what transformers' class would save: a safetensors file, its index
+    (files that it names may be absent), a folder with them, the file that --json writes, or module:function, which
+    yields (name, tensor). Only names, dtypes and shapes are read. First come three lists: sent and not expected,
+    expected and not sent, other shapes or dtypes."""
     json: str = ""
     """Write what was found there too."""
     page: str = ""
@@ -121,6 +126,8 @@ class Question:
     dtype: str
     arguments: dict[str, Any]
     """SGLang's server arguments."""
+    precision: RolloutPrecision = "same"
+    """The precision of the engine's weights."""
     passed_on: PassedOn = field(default_factory=PassedOn)
     """Which of the run's engine.args are among them, and which are not."""
     run: Config | None = None
@@ -136,11 +143,6 @@ class Question:
         """The folder with the engine's config.json."""
         return self.quantized or self.folder
 
-    @property
-    def precision(self) -> RolloutPrecision:
-        """The precision of the engine's weights."""
-        return self.run.model.rollout_precision if self.run else "same"
-
 
 def read_question(name: str, options: Options, words: Sequence[str], scratch: Path) -> Question:
     """Return what is asked. words: keys of a run's config. scratch: a folder for the config.json of a model made on the
@@ -152,6 +154,8 @@ def read_question(name: str, options: Options, words: Sequence[str], scratch: Pa
         check_numbers(options, of_run=True)
         return _of_config(parse([name, *words], sections=SECTIONS).config, options, scratch)
     check_numbers(options, of_run=bool(options.nnodes))
+    if options.names and options.nnodes:
+        raise ConfigError("--names is about one engine; leave out --nnodes.")
     if words and not options.nnodes:
         raise ConfigError(f"{words[0]} is a key of a whole run, which --nnodes asks about; add --nnodes HOSTS.")
     folder, arguments = model_folder(name), server_arguments(options)
@@ -241,6 +245,8 @@ def _refuse_contradictions(run: Config, table: Mapping[str, Any], options: Optio
 
 def _of_config(config: Config, options: Options, scratch: Path) -> Question:
     """Return the question about the run of a TOML config. Raise ConfigError for options that its keys replace."""
+    if options.names:
+        raise ConfigError("--names is about one engine; give a MODEL that is no config of a run.")
     for name in REPLACED:
         if getattr(options, name) != getattr(Options, name):
             raise ConfigError(f"{_flag(name)} is for a MODEL; the config of a run has parallel, model and engine.args.")
@@ -274,6 +280,7 @@ def _of_run(run: Config, folder: Path, scratch: Path, option_of: Mapping[str, st
         pp=parallel.pp,
         dtype=run.model.dtype,
         arguments=passed_on.arguments | basic,
+        precision=run.model.rollout_precision,
         passed_on=passed_on,
         run=run,
     )

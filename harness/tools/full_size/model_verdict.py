@@ -5,7 +5,6 @@ imported.
 """
 
 import importlib.metadata
-import os
 import resource
 import sys
 import time
@@ -23,10 +22,13 @@ from harness.runtime.working import working
 from harness.tools.full_size import draft_model, ranks_at_true_size, whole_run
 from harness.tools.full_size.checkpoint_beside import CheckpointBeside, compare_checkpoint
 from harness.tools.full_size.draft_model import DraftModel
-from harness.tools.full_size.findings import Findings
+from harness.tools.full_size.export_answer import ExportAnswer, ExportQuestion
+from harness.tools.full_size.exported_names import Export, call_function
+from harness.tools.full_size.findings import Findings, examine_names
 from harness.tools.full_size.model_and_options import Options, Question
+from harness.tools.full_size.name_lists import count_of
 from harness.tools.full_size.passed_on import refused_for_hardware
-from harness.tools.full_size.ranks_at_true_size import EngineRank
+from harness.tools.full_size.ranks_at_true_size import EngineRank, EngineShape
 from harness.tools.full_size.sync_plan import Rates
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class, trainer_names
 from harness.tools.full_size.whole_run import WholeRun
@@ -47,8 +49,11 @@ class Answer:
     """MODEL, as it was given."""
     options: Options
     question: Question
-    layout: tuple[TensorView, ...]
-    """What the trainer sends."""
+    started: float = 0.0
+    imported: float = 0.0
+    """Times of time.monotonic(): before and after the imports."""
+    layout: tuple[TensorView, ...] = ()
+    """What is sent: by transformers' class, or by the export of --names."""
     cannot_build: str = ""
     """SGLang's own words, if it cannot build the engine."""
     ranks: tuple[EngineRank, ...] = ()
@@ -57,6 +62,8 @@ class Answer:
     draft: DraftModel | None = None
     checkpoint: CheckpointBeside | None = None
     """How a checkpoint beside config.json differs, if there is one."""
+    exported: ExportAnswer | None = None
+    """How the names of --names differ from what the engine expects, if they were asked about."""
     whole: WholeRun | None = None
     """The whole run, if it was asked about."""
     seconds: float = 0.0
@@ -79,6 +86,11 @@ class Answer:
         return tuple(name for each in self._all_findings() for name in each.untold)
 
     @property
+    def passed_over(self) -> int:
+        """How many names of --names the engine passes over as those of published checkpoints."""
+        return count_of(self.exported.lists.by_design) if self.exported else 0
+
+    @property
     def code(self) -> int:
         """The exit code."""
         return int(
@@ -99,22 +111,43 @@ class Answer:
         """Return the verdict in one sentence. shown: how many problems a reader sees above it."""
         if self.cannot_build:
             return f"the engine cannot be built: {self.cannot_build}"
+        if self.exported and self.exported.lists.wrong:
+            return self.exported.verdict(self.options.names)
         if count := len(self.problems):
             more = f", of which {shown} are shown" if count > shown else ""
-            return (
-                f"{count} problem(s){more}: the trainer's weights, by the names that transformers' save_pretrained writes, do not"
-                f" all arrive; first: {self.problems[0]}"
+            whose = (
+                f"the names of {self.options.names}"
+                if self.exported
+                else "the trainer's weights, by the names that transformers' save_pretrained writes,"
             )
+            return f"{count} problem(s){more}: {whose} do not all arrive; first: {self.problems[0]}"
         if self.unfit:
             return f"the engine is built, but cannot serve: {self.unfit}"
-        told = len(self.layout) - len(self.untold)
+        told = len(self.layout) - len(self.untold) - self.passed_over
         followed = f"every name that could be followed ({told:,})" if self.untold else "every name"
+        if self.passed_over and not self.untold:
+            followed = f"every name ({told:,}) but {self.passed_over:,} that the engine passes over as it should"
         arrives = f"{followed} arrives whole, and every parameter of the engine is filled{self._draft_verdict()}"
         if not self.whole:
             return arrives
         if not self.whole.memory.fits:
             return f"{arrives}, but the run does not fit its GPUs; first: {self.whole.memory.problems[0]}"
         return f"{arrives}; {self.whole.memory.verdict()}"
+
+    @property
+    def shape(self) -> EngineShape:
+        """The engine's ranks."""
+        question = self.question
+        return EngineShape(
+            folder=question.engine_folder, arguments=question.arguments, tp=question.tp, pp=question.pp
+        )  # fmt: skip
+
+    def sent_line(self, whose: str) -> str:
+        """Return what is sent, in one line."""
+        return (
+            f"{self.name}: {len(self.layout):,} names {whose}, {total_gb(self.layout):.1f} GB; imports"
+            f" {self.imported - self.started:.1f} s"
+        )
 
     def engine_lines(self) -> Iterator[str]:
         """Yield what was built."""
@@ -125,7 +158,7 @@ class Answer:
             " for a process at most"
         )
         if self.draft:
-            yield from _draft_lines(self.draft)
+            yield from _draft_lines(self.draft, with_names=bool(self.exported))
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader should know besides problems and names that cannot be followed."""
@@ -181,6 +214,8 @@ class Answer:
                 "ranks": _ranks(self.draft.ranks),
                 "filled_by_trainer": sorted(self.draft.filled_by_trainer),
             }
+        if self.exported:
+            table = {"names": self.exported.table(), **table}
         if self.whole:
             table["run"] = self.whole.table()
         return table
@@ -191,15 +226,19 @@ class Answer:
     def _draft_verdict(self) -> str:
         if not self.draft:
             return ""
+        if self.exported:
+            return ", those of the draft model too"
         return (
             "; the draft model takes the MTP layer's names, but a trainer with transformers' class sends none of them"
         )
 
 
-def find_answer(name: str, options: Options, question: Question, started: float, imported: float) -> Answer:
+def find_answer(
+    name: str, options: Options, question: Question, export: Export | None, started: float, imported: float
+) -> Answer:
     """Build both sides, print what they are, and return what was found. started, imported: times of time.monotonic().
 
-    Raise ConfigError, UnsupportedEnvironment.
+    export: what --names has, unless it is a function. Raise ConfigError, UnsupportedEnvironment.
     """
     dtype = getattr(torch, question.dtype)
     if question.quantized:
@@ -208,37 +247,31 @@ def find_answer(name: str, options: Options, question: Question, started: float,
         f"{name}: SGLang and transformers are imported ({imported - started:.1f} s); building the trainer's class",
         flush=True,
     )
+    answer = Answer(name=name, options=options, question=question, started=started, imported=imported)
+    return _about_export(answer, export, dtype) if options.names else _about_trainer(answer, dtype)
+
+
+def _about_trainer(answer: Answer, dtype: torch.dtype) -> Answer:
+    """Return what the engine does with the names that transformers' class would save."""
+    question, options = answer.question, answer.options
     with working("building the trainer's class"):
         names = _names_sent(question, dtype)
     layout = names.layout
     mtp = draft_model.mtp_layout(question.folder, layout) if question.has_draft else ()
-    groups = fusing_groups(layout)
-    shape = ranks_at_true_size.EngineShape(
-        folder=question.engine_folder, arguments=question.arguments, tp=question.tp, pp=question.pp,
-        processes=len(os.sched_getaffinity(0)),
-    )  # fmt: skip
-    print(
-        f"{name}: {len(layout):,} names as transformers' save_pretrained writes them, {total_gb(layout):.1f} GB; imports"
-        f" {imported - started:.1f} s",
-        flush=True,
-    )
+    groups, shape = fusing_groups(layout), answer.shape
+    answer = replace(answer, layout=layout, checkpoint=_checkpoint(question, names, dtype))
+    print(answer.sent_line("as transformers' save_pretrained writes them"), flush=True)
     for line in question.passed_on.as_lines():
         print(line)
-    answer = Answer(
-        name=name, options=options, question=question, layout=layout, checkpoint=_checkpoint(question, names, dtype)
-    )  # fmt: skip
     with working("measuring the trainer's memory"):
         peaks = whole_run.measure_trainer(question.folder, question.run, shape.processes) if question.run else {}
     try:
-        ranks = ranks_at_true_size.examine(shape, groups, options.all_ranks)
+        ranks, findings = examine_names(shape, groups, every_name=options.all_ranks, buffers=names.buffers)
         draft = draft_model.examine_draft(shape, ranks, layout, mtp) if mtp else None
     except ranks_at_true_size.RankFailed as error:
-        if refused := refused_for_hardware(str(error), question.arguments):
-            raise UnsupportedEnvironment(f"SGLang refuses {refused} without the hardware for it: {error}") from None
-        return replace(answer, cannot_build=str(error))
-    findings = Findings.of(ranks, buffers=names.buffers)
+        return _not_built(answer, error)
     answer = replace(
-        answer, ranks=tuple(ranks), findings=findings, draft=draft, seconds=time.monotonic() - started
+        answer, ranks=tuple(ranks), findings=findings, draft=draft, seconds=time.monotonic() - answer.started
     )  # fmt: skip
     print("\n".join(answer.engine_lines()))
     if not question.run:
@@ -248,6 +281,39 @@ def find_answer(name: str, options: Options, question: Question, started: float,
     )
     print("\n".join(whole.as_lines(options.gpu_memory_gib, answer.rates)))
     return replace(answer, whole=whole)
+
+
+def _about_export(answer: Answer, export: Export | None, dtype: torch.dtype) -> Answer:
+    """Return what the engine does with the names of an export; without one, those of a function, which is called."""
+    question, options = answer.question, answer.options
+    export = export or call_function(options.names)
+    names, no_class = None, ""
+    with working("building the trainer's class"):
+        try:
+            names = _names_sent(question, dtype)
+        except UnsupportedEnvironment as error:
+            no_class = str(error)
+    asked = ExportQuestion.of(export, question.folder, names, no_class)
+    answer = replace(answer, layout=asked.export.views())
+    try:
+        found = asked.answer(answer.shape, answer.layout, options.all_ranks)
+    except ranks_at_true_size.RankFailed as error:
+        return _not_built(answer, error)
+    answer = replace(
+        answer, ranks=found.ranks, findings=found.findings, draft=found.draft, exported=found,
+        seconds=time.monotonic() - answer.started,
+    )  # fmt: skip
+    print(
+        "\n".join((*found.as_lines(), answer.sent_line(f"of {options.names}"), *asked.notes(), *answer.engine_lines()))
+    )
+    return answer
+
+
+def _not_built(answer: Answer, error: ranks_at_true_size.RankFailed) -> Answer:
+    """Return the answer that SGLang cannot build the engine. Raise UnsupportedEnvironment if it lacks hardware alone."""
+    if refused := refused_for_hardware(str(error), answer.question.arguments):
+        raise UnsupportedEnvironment(f"SGLang refuses {refused} without the hardware for it: {error}") from None
+    return replace(answer, cannot_build=str(error))
 
 
 def _names_sent(question: Question, dtype: torch.dtype) -> TrainerNames:
@@ -274,8 +340,8 @@ def total_gb(layout: Sequence[TensorView]) -> float:
     return sum(view.nbytes for view in layout) / 1e9
 
 
-def _draft_lines(draft: DraftModel) -> Iterator[str]:
-    """Yield the lines about the draft model, and what a sync does for it."""
+def _draft_lines(draft: DraftModel, with_names: bool) -> Iterator[str]:
+    """Yield the lines about the draft model, and what a sync does for it. with_names: the names are an export's."""
     largest = max(draft.ranks, key=lambda each: each.nbytes)
     filled = (
         f"{len(draft.filled_by_trainer)} of its parameters" if draft.filled_by_trainer else "none of its parameters"
@@ -283,8 +349,10 @@ def _draft_lines(draft: DraftModel) -> Iterator[str]:
     yield (
         f"draft model: {largest.built} on {len(draft.ranks)} ranks, {largest.parameters:,} parameters and"
         f" {largest.nbytes / 1e9:.2f} GB on rank {largest.rank}, besides the target's embedding and head; given"
-        f" {len(draft.mtp):,} names of the MTP layer, as published checkpoints have them"
+        f" {len(draft.mtp):,} names of the MTP layer" + ("" if with_names else ", as published checkpoints have them")
     )
+    if with_names:
+        return
     yield (
         f"  transformers' class has no MTP layer: what such a trainer sends fills {filled}, so a sync leaves the draft"
         " model's weights as they were"

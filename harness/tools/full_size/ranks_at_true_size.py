@@ -9,6 +9,7 @@ is unlike it is given to all.
 """
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -125,7 +126,7 @@ class EngineShape:
     """SGLang's server arguments."""
     tp: int
     pp: int
-    processes: int
+    processes: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """How many ranks are built at the same time."""
     draft: bool = False
     """Build the draft model of speculative decoding, which only the last pipeline stage has."""

@@ -5,7 +5,6 @@ A case says which model, with how few layers, and what it sends; each rank of th
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -101,25 +100,19 @@ def check_engine(
     because the groups are a part of the checkpoint. draft: build the draft model of speculative decoding instead.
     arguments: SGLang's server arguments. Exit with 1 if something does not arrive, or if SGLang cannot build a rank.
     """
-    from harness.tools.full_size import ranks_at_true_size
-    from harness.tools.full_size.findings import Findings
+    from harness.tools.full_size.findings import examine_names
+    from harness.tools.full_size.ranks_at_true_size import EngineShape, RankFailed
 
-    shape = ranks_at_true_size.EngineShape(
-        folder=folder,
-        arguments={"tp_size": tp, "dtype": "bfloat16", **arguments},
-        tp=tp,
-        pp=1,
-        processes=len(os.sched_getaffinity(0)),
-        draft=draft,
+    shape = EngineShape(
+        folder=folder, arguments={"tp_size": tp, "dtype": "bfloat16", **arguments}, tp=tp, pp=1, draft=draft
     )
     try:
-        ranks = ranks_at_true_size.examine(shape, groups, True)
-    except ranks_at_true_size.RankFailed as error:
+        ranks, found = examine_names(shape, groups, every_name=True)
+    except RankFailed as error:
         sys.exit(f"the engine cannot be built: {error}")
     if not groups:
         print(f"SGLang builds all {len(ranks)} ranks")
         return
-    found = Findings.of(ranks)
     problems = [each for each in found.problems if re.search(about, each.partition(":")[0])]
     for problem in problems[:SHOWN]:
         print(problem)

@@ -22,7 +22,7 @@ def compared(
     folder: Path, layout: tuple[TensorView, ...] = LAYOUT, dtype: torch.dtype = torch.bfloat16, **others: str
 ) -> CheckpointBeside:
     """Compare a checkpoint that has this layout, with some names changed: name in the layout -> name in the file."""
-    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
+    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 3, "num_nextn_predict_layers": 1}))
     tensors = {others.get(view.name, view.name): torch.zeros(view.shape, dtype=dtype) for view in layout}
     save_file(tensors, folder / "model.safetensors")
     found = compare_checkpoint(folder, LAYOUT, ("vision_only",))

@@ -1,0 +1,278 @@
+"""One sentence for what makes many names of an export arrive nowhere, where that is certain.
+
+A prefix, or a number, is changed as the sentence says, and the engine's loaders are asked again: the sentence says how
+many names then arrive. The others follow from fields of config.json.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.tools.full_size.name_lists import NameLists
+from harness.tools.full_size.ranks_at_true_size import NO_LAYER, layer_of, moved_to_layer
+from harness.weights.tensor_view import TensorView, without_numbers
+
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_layer.")
+"""Parts of names that torch.compile, FSDP, activation checkpointing and PEFT put in."""
+PACKED = {
+    ".qweight": ("AWQ or GPTQ", ("awq", "gptq", "awq_marlin", "gptq_marlin")),
+    ".weight_packed": ("compressed-tensors", ("compressed-tensors",)),
+    ".weight_scale_inv": ("blocks of float8", ("fp8",)),
+    "_blocks": ("MXFP4", ("mxfp4",)),
+}
+"""End of a name -> the quantization whose names end so, and what config.json calls it."""
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
+"""Part of a name -> those of the tensors that are its rows, one after the other."""
+EXPERT = re.compile(r"\.experts\.\d+\.")
+MEGATRON = ("linear_qkv.", "linear_fc1.", "linear_fc2.", "linear_proj.", "word_embeddings.", "output_layer.")
+"""Parts of the names of Megatron-core's modules."""
+Ask = Callable[[Sequence[TensorView]], NameLists]
+"""Gives other names to the engine's loaders, and returns their lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspects:
+    """What a cause is looked for in."""
+
+    sent: Sequence[TensorView]
+    lists: NameLists
+    expected: Mapping[str, TensorView]
+    """What transformers' class would save, by name."""
+    own: Collection[str]
+    """The names of the engine's own parameters."""
+    live: Collection[str]
+    """Names that transformers' class has in memory, and does not save."""
+    fields: Mapping[str, Any]
+    """Of MODEL's config.json."""
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        """The names that are sent and not expected."""
+        return tuple(name for line in self.lists.unexpected for name in line.names)
+
+    @property
+    def unsent(self) -> dict[str, tuple[int, ...]]:
+        """The names that are expected and not sent, with their shapes where transformers' class knows them."""
+        return {
+            name: self.expected[name].shape
+            for line in self.lists.unsent
+            for name in line.names
+            if name in self.expected
+        }
+
+    @property
+    def language(self) -> Mapping[str, Any]:
+        """The fields of the language model."""
+        return self.fields.get("text_config") or self.fields
+
+
+def causes_of(found: Suspects, ask: Ask) -> tuple[str, ...]:
+    """Return what is certain about the causes of what these lists have."""
+    if not found.lists.wrong:
+        return ()
+    return tuple(sentence for each in (_other_numbers, _other_prefix) for sentence in each(found, ask)) + tuple(
+        sentence for each in (_quantized, _live, _fused, _stacked, _megatron, _tied) for sentence in each(found)
+    )
+
+
+def _other_prefix(found: Suspects, ask: Ask) -> Iterator[str]:
+    """Tell of names that arrive once a prefix, or a wrapper's part, is another."""
+    renamed, how = _renamed(found)
+    if not how:
+        return
+    views = [replace(view, name=renamed.get(view.name, view.name)) for view in found.sent]
+    then = ask(views)
+    lost = {name for line in (*then.unexpected, *then.misshapen) for name in line.names}
+    arriving = sum(name not in lost for name in renamed.values())
+    if not arriving:
+        return
+    whose = (
+        f"all {len(renamed):,} names"
+        if len(renamed) == len(found.sent)
+        else f"{len(renamed):,} of the {len(found.sent):,} names"
+    )
+    count = "all" if arriving == len(renamed) else f"{arriving:,}"
+    rest = f"; what is then still wrong: {then.wrong[0]}" if then.wrong else ", and nothing else is wrong"
+    yield f"{whose} {how}: then {count} of them arrive (the loaders were asked){rest}"
+
+
+def _renamed(found: Suspects) -> tuple[dict[str, str], str]:
+    """Return other names for those that are not expected, and in words what is other about them."""
+    clean = {name: _unwrapped(name) for name in found.unexpected}
+    parts = [part for part in WRAPPERS if any(part in name for name in clean)]
+    known = frozenset(map(without_numbers, (*found.expected, *found.own)))
+    heads = _heads(known)
+    rules = Counter(rule for name in clean.values() if (rule := _prefix_rule(name, known, heads)))
+    renamed, used = {}, Counter[tuple[str, str]]()
+    for name, plain in clean.items():
+        rule = next(
+            (each for each, _ in rules.most_common() if plain.startswith(each[0]) and _fits(plain, each, known)), None
+        )
+        if rule:
+            used[rule] += 1
+            renamed[name] = rule[1] + plain.removeprefix(rule[0])
+        elif plain != name and without_numbers(plain) in known:
+            renamed[name] = plain
+    words = [
+        f"have {part} in them, which a wrapper of the trainer's puts there; leave it out" for part in parts if renamed
+    ]
+    words += [_rule_words(rule) for rule, _ in used.most_common()]
+    return renamed, " and ".join(words)
+
+
+def _unwrapped(name: str) -> str:
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _prefix_rule(name: str, known: Collection[str], heads: Sequence[str]) -> tuple[str, str] | None:
+    """Return (prefix, the prefix in its place) with which a name is known, the shortest such; None if there is none, or
+    if it is known as it is.
+    """
+    if without_numbers(name) in known:
+        return None
+    parts = name.split(".")
+    for cut in range(len(parts) - 1):
+        prefix = parts[:cut]
+        if any(part.isdigit() for part in prefix):
+            return None
+        for head in heads:
+            if _fits(name, rule := ("".join(f"{part}." for part in prefix), head), known):
+                return rule
+    return None
+
+
+def _heads(known: Collection[str]) -> list[str]:
+    """Return the beginnings that known names have before their first number, shortest first."""
+    found = {""}
+    for name in known:
+        parts = name.split(".")
+        for end in range(1, min(len(parts) - 1, 4)):
+            if "*" in parts[:end]:
+                break
+            found.add("".join(f"{part}." for part in parts[:end]))
+    return sorted(found, key=lambda head: (head.count("."), head))
+
+
+def _fits(name: str, rule: tuple[str, str], known: Collection[str]) -> bool:
+    return without_numbers(rule[1] + name.removeprefix(rule[0])) in known
+
+
+def _rule_words(rule: tuple[str, str]) -> str:
+    old, new = rule
+    if not new:
+        return f"carry the prefix {old}; leave it out"
+    return (
+        f"lack the prefix {new}; add it"
+        if not old
+        else f"carry the prefix {old}, where MODEL has {new}; put that there"
+    )
+
+
+def _other_numbers(found: Suspects, ask: Ask) -> Iterator[str]:
+    """Tell of layers that are sent or lacking as whole layers, and whether another first number explains it."""
+    total = int(found.language.get("num_hidden_layers") or 0)
+    behind = int(found.language.get("num_nextn_predict_layers") or 0)
+    layers = {layer_of(view.name) for view in found.sent} - {NO_LAYER}
+    due, extra = set(range(total)), {each for each in layers if each >= total + behind}
+    lacking = due - layers
+    if not total or not layers or not (extra or lacking):
+        return
+    known = f"config.json has {total} layers, 0 to {total - 1}" + (f", and the MTP layer {total}" if behind else "")
+    wrong = [f"{_ranges(extra)} sent besides"] if extra else []
+    wrong += [f"{_ranges(lacking)} not sent"] if lacking else []
+    yield f"{known}; {' and '.join(wrong)}{_with_first_zero(found, layers, total, ask)}"
+
+
+def _with_first_zero(found: Suspects, layers: Collection[int], total: int, ask: Ask) -> str:
+    """Return what would arrive if the layers were counted from zero, if they are consecutive and as many as MODEL's."""
+    first = min(layers)
+    if not first or sorted(layers) != list(range(first, first + total)):
+        return ""
+    moved = [replace(view, name=moved_to_layer(view.name, layer_of(view.name) - first)) for view in found.sent]
+    then = ask(moved)
+    arrives = "every name arrives" if not then.wrong else f"these are wrong: {then.counts()}"
+    return f"; counted from 0 instead of {first}, {arrives} (the loaders were asked)"
+
+
+def _quantized(found: Suspects) -> Iterator[str]:
+    """Tell of names of a quantization that config.json does not have, and of one whose names are not sent."""
+    method = (found.fields.get("quantization_config") or found.language.get("quantization_config") or {}).get(
+        "quant_method"
+    )
+    for end, (title, methods) in PACKED.items():
+        count = sum(name.endswith(end) for name in found.unexpected)
+        if count and method not in methods:
+            has = f"quant_method {method}" if method else "no quantization_config"
+            yield f"{count:,} names end in {end}, as those in {title} do, and MODEL's config.json has {has}: the engine is built otherwise"
+        unsent = sum(name.endswith(end) for line in found.lists.unsent for name in line.names)
+        if unsent and method in methods and not any(view.name.endswith(end) for view in found.sent):
+            yield f"MODEL's config.json has quant_method {method}, and no name that is sent ends in {end}: the export is not quantized so"
+
+
+def _live(found: Suspects) -> Iterator[str]:
+    """Tell of names that transformers' class has in memory alone."""
+    live = [name for name in found.unexpected if name in found.live]
+    if live:
+        yield (
+            f"{len(live):,} names, such as {live[0]}, are those that transformers' class has in memory; save_pretrained writes"
+            " others, which the engine expects"
+        )
+
+
+def _fused(found: Suspects) -> Iterator[str]:
+    """Tell of tensors that hold, row after row, several that the engine expects apart."""
+    unsent, shapes = found.unsent, {view.name: view.shape for view in found.sent}
+    for fused, parts in FUSED.items():
+        names = [
+            name
+            for name in found.unexpected
+            if fused in name
+            and all(unsent.get(name.replace(fused, part)) for part in parts)
+            and shapes[name][:1] == (sum(unsent[name.replace(fused, part)][0] for part in parts),)
+        ]
+        if names:
+            yield f"{len(names):,} names, such as {names[0]}, hold what the engine expects as {', '.join(parts)}, each in a tensor of its own"
+
+
+def _stacked(found: Suspects) -> Iterator[str]:
+    """Tell of tensors that hold all experts, of which the engine expects each in a tensor of its own."""
+    experts = Counter(
+        (EXPERT.sub(".experts.", name), shape) for name, shape in found.unsent.items() if EXPERT.search(name)
+    )
+    shapes = {view.name: view.shape for view in found.sent}
+    names = [name for name in found.unexpected if experts.get((name, shapes[name][1:])) == next(iter(shapes[name]), 0)]
+    if names:
+        yield f"{len(names):,} names, such as {names[0]}, hold all experts, of which the engine expects each in a tensor of its own"
+
+
+def _megatron(found: Suspects) -> Iterator[str]:
+    """Tell of names that nobody converted from Megatron-core."""
+    names = [name for name in found.unexpected if any(part in name for part in MEGATRON)]
+    if names:
+        yield f"{len(names):,} names, such as {names[0]}, are those of Megatron-core's modules: they were not converted"
+
+
+def _tied(found: Suspects) -> Iterator[str]:
+    """Tell of a head that config.json ties, or does not tie, to the embedding."""
+    tied = found.fields.get("tie_word_embeddings", found.language.get("tie_word_embeddings"))
+    unsent = [name for line in found.lists.unsent for name in line.names]
+    if tied is True and "lm_head.weight" in found.unexpected:
+        yield "MODEL's config.json ties the head to the embedding, so the engine has no head of its own: a trained one is lost"
+    if tied is False and "lm_head.weight" in unsent and not found.unexpected:
+        yield "MODEL's config.json does not tie the head to the embedding, so lm_head.weight must be sent"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return layers in words: layers 3, 5 to 8 are."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers := set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    told = ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in runs)
+    return f"layers {told} are" if len(numbers) > 1 else f"layer {told} is"
