@@ -4,6 +4,7 @@
     python3 launch/full_size.py kimi_k2 --tp 16 --ep 16
     python3 launch/full_size.py FOLDER_WITH_CONFIG_JSON --tp 8 --pp 2 --json found.json --page found.html
     python3 launch/full_size.py qwen3_30b_a3b --tp 4 --against 0.5.17       what differs between two releases of SGLang
+    python3 launch/full_size.py FOLDER --tp 8 --names model.safetensors.index.json    what somebody's own exporter sends
     python3 launch/full_size.py deepseek_v3_bf16 --tp 16 --nnodes 32
     python3 launch/full_size.py configs/multinode/deepseek_v3_671b.toml --network-gb-per-second 400
 

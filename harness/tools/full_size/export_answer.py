@@ -16,11 +16,11 @@ from harness.tools.full_size.export_causes import Suspects, causes_of
 from harness.tools.full_size.exported_names import Export
 from harness.tools.full_size.findings import Findings, examine_names
 from harness.tools.full_size.model_and_options import read_fields
-from harness.tools.full_size.name_lists import Expected, Fills, NameLists, fills_of, lists_of
+from harness.tools.full_size.name_lists import UNKNOWN_NAME, Expected, Fills, NameLists, fills_of, lists_of
 from harness.tools.full_size.ranks_at_true_size import EngineRank, EngineShape, examine
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class
 from harness.weights.fusing import fusing_groups
-from harness.weights.tensor_view import TensorView
+from harness.weights.tensor_view import TensorView, without_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,7 @@ class ExportQuestion:
         draft = self._draft(shape, ranks, views)
         fills = self._fills(shape, ranks, findings, draft)
         lists = lists_of(views, ranks, findings, self.expected, fills)
+        findings = findings.excusing(lists.padding)
         if draft:
             copies = dict.fromkeys(copies_in(shape.folder, draft.mtp), "the draft model is served the target's own")
             of_layer = {
@@ -129,11 +130,35 @@ class ExportQuestion:
     def _examined(
         self, shape: EngineShape, views: Sequence[TensorView], every_name: bool
     ) -> tuple[list[EngineRank], Findings]:
-        buffers = self.names.buffers if self.names else ()
-        of_buffers = {view.name for view in self.names.layout if view.of in buffers} if self.names else ()
-        return examine_names(
-            shape, fusing_groups(views), every_name=every_name, passed_over=self.expected.by_design, buffers=of_buffers
+        """Give the names to the loaders; of those that they refuse as unknown only the first of each kind, as a refused
+        call is made once more for each name.
+        """
+        refused, given, others = self._unknown_kinds(shape, views), dict[str, TensorView](), dict[str, str]()
+        for view in views:
+            pattern = without_numbers(view.name)
+            if pattern in refused and pattern in given:
+                others[view.name] = refused[pattern]
+            else:
+                given[pattern if pattern in refused else view.of] = view
+        buffers = {view.name for view in self.names.layout if view.of in self.names.buffers} if self.names else ()
+        ranks, findings = examine_names(
+            shape,
+            fusing_groups(given.values()),
+            every_name=every_name,
+            passed_over=self.expected.by_design,
+            buffers=buffers,
         )
+        return ranks, replace(findings, refused={**findings.refused, **others})
+
+    def _unknown_kinds(self, shape: EngineShape, views: Sequence[TensorView]) -> dict[str, str]:
+        """Return the names, without their numbers, that the loaders look up and do not find -> what they raise."""
+        known = set(map(without_numbers, self.expected.tensors))
+        strange = {pattern: view for view in reversed(views) if (pattern := without_numbers(view.name)) not in known}
+        if not strange:
+            return {}
+        _, findings = examine_names(shape, fusing_groups(strange.values()))
+        found = {name: error for names, error in findings.refused.items() for name in names.split(", ")}
+        return {without_numbers(name): error for name, error in found.items() if error.startswith(UNKNOWN_NAME)}
 
     def _draft(self, shape: EngineShape, ranks: Sequence[EngineRank], views: Sequence[TensorView]) -> DraftModel | None:
         if not shape.arguments.get("speculative_algorithm"):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness.tools.full_size.checkpoint_beside import is_of_mtp_layer
 from harness.tools.full_size.name_lists import NameLists
 from harness.tools.full_size.ranks_at_true_size import NO_LAYER, layer_of, moved_to_layer
 from harness.weights.tensor_view import TensorView, without_numbers
@@ -26,7 +27,7 @@ PACKED = {
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
 """Part of a name -> those of the tensors that are its rows, one after the other."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
-MEGATRON = ("linear_qkv.", "linear_fc1.", "linear_fc2.", "linear_proj.", "word_embeddings.", "output_layer.")
+MEGATRON = ("self_attention.linear_", "word_embeddings.", "output_layer.")
 """Parts of the names of Megatron-core's modules."""
 Ask = Callable[[Sequence[TensorView]], NameLists]
 """Gives other names to the engine's loaders, and returns their lists."""
@@ -79,47 +80,43 @@ def causes_of(found: Suspects, ask: Ask) -> tuple[str, ...]:
 
 def _other_prefix(found: Suspects, ask: Ask) -> Iterator[str]:
     """Tell of names that arrive once a prefix, or a wrapper's part, is another."""
-    renamed, how = _renamed(found)
-    if not how:
+    renamed, what, remedy = _renamed(found)
+    if not renamed:
         return
-    views = [replace(view, name=renamed.get(view.name, view.name)) for view in found.sent]
-    then = ask(views)
+    then = ask([replace(view, name=renamed.get(view.name, view.name)) for view in found.sent])
     lost = {name for line in (*then.unexpected, *then.misshapen) for name in line.names}
     arriving = sum(name not in lost for name in renamed.values())
     if not arriving:
         return
-    whose = (
-        f"all {len(renamed):,} names"
-        if len(renamed) == len(found.sent)
-        else f"{len(renamed):,} of the {len(found.sent):,} names"
-    )
+    all_of_them = len(renamed) == len(found.sent)
+    whose = f"all {len(renamed):,} names" if all_of_them else f"{len(renamed):,} of the {len(found.sent):,} names"
     count = "all" if arriving == len(renamed) else f"{arriving:,}"
-    rest = f"; what is then still wrong: {then.wrong[0]}" if then.wrong else ", and nothing else is wrong"
-    yield f"{whose} {how}: then {count} of them arrive (the loaders were asked){rest}"
+    rest = f", and this is still wrong: {then.wrong[0]}" if then.wrong else ", and nothing else is wrong"
+    yield f"{whose} have {what}; {remedy} {count} of them arrive (the loaders were asked){rest}"
 
 
-def _renamed(found: Suspects) -> tuple[dict[str, str], str]:
-    """Return other names for those that are not expected, and in words what is other about them."""
-    clean = {name: _unwrapped(name) for name in found.unexpected}
-    parts = [part for part in WRAPPERS if any(part in name for name in clean)]
-    known = frozenset(map(without_numbers, (*found.expected, *found.own)))
+def _renamed(found: Suspects) -> tuple[dict[str, str], str, str]:
+    """Return other names for those that are not expected; in words, what is other about them, and the remedy."""
+    # Names of an MTP layer end as those of any other layer.
+    saved = [name for name in found.expected if not is_of_mtp_layer(name, found.fields)]
+    known = frozenset(map(without_numbers, saved or found.own))
     heads = _heads(known)
-    rules = Counter(rule for name in clean.values() if (rule := _prefix_rule(name, known, heads)))
-    renamed, used = {}, Counter[tuple[str, str]]()
-    for name, plain in clean.items():
-        rule = next(
-            (each for each, _ in rules.most_common() if plain.startswith(each[0]) and _fits(plain, each, known)), None
-        )
-        if rule:
-            used[rule] += 1
-            renamed[name] = rule[1] + plain.removeprefix(rule[0])
-        elif plain != name and without_numbers(plain) in known:
-            renamed[name] = plain
-    words = [
-        f"have {part} in them, which a wrapper of the trainer's puts there; leave it out" for part in parts if renamed
-    ]
-    words += [_rule_words(rule) for rule, _ in used.most_common()]
-    return renamed, " and ".join(words)
+    clean = {name: _unwrapped(name) for name in found.unexpected}
+    patterns = dict.fromkeys(map(without_numbers, clean.values()))
+    rules = {pattern: rule for pattern in patterns if (rule := _prefix_rule(pattern, known, heads))}
+    renamed = {
+        name: rules[pattern][1] + plain.removeprefix(rules[pattern][0])
+        for name, plain in clean.items()
+        if (pattern := without_numbers(plain)) in rules
+    }
+    renamed = {name: new for name, new in renamed.items() if new != name}
+    parts = [part for part in WRAPPERS if any(part in name for name in renamed)]
+    changes = [rule for rule in dict.fromkeys(rules.values()) if rule[0] != rule[1]]
+    what = [f"{part} in them, which a wrapper of the trainer's puts there" for part in parts]
+    what += [_rule_words(rule) for rule in changes]
+    if any(new for _, new in changes):
+        return renamed, ", and ".join(what), "with MODEL's prefix"
+    return renamed, ", and ".join(what), "without it" if len(what) == 1 else "without these"
 
 
 def _unwrapped(name: str) -> str:
@@ -128,20 +125,21 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _prefix_rule(name: str, known: Collection[str], heads: Sequence[str]) -> tuple[str, str] | None:
-    """Return (prefix, the prefix in its place) with which a name is known, the shortest such; None if there is none, or
-    if it is known as it is.
+def _prefix_rule(pattern: str, known: Collection[str], heads: Sequence[str]) -> tuple[str, str] | None:
+    """Return (prefix, the prefix in its place) with which a name is known, the shortest such; None if there is none.
+
+    pattern: the name without its numbers.
     """
-    if without_numbers(name) in known:
-        return None
-    parts = name.split(".")
+    if pattern in known:
+        return "", ""
+    parts = pattern.split(".")
     for cut in range(len(parts) - 1):
-        prefix = parts[:cut]
-        if any(part.isdigit() for part in prefix):
+        if "*" in parts[:cut]:
             return None
+        rest = ".".join(parts[cut:])
         for head in heads:
-            if _fits(name, rule := ("".join(f"{part}." for part in prefix), head), known):
-                return rule
+            if head + rest in known:
+                return "".join(f"{part}." for part in parts[:cut]), head
     return None
 
 
@@ -157,19 +155,11 @@ def _heads(known: Collection[str]) -> list[str]:
     return sorted(found, key=lambda head: (head.count("."), head))
 
 
-def _fits(name: str, rule: tuple[str, str], known: Collection[str]) -> bool:
-    return without_numbers(rule[1] + name.removeprefix(rule[0])) in known
-
-
 def _rule_words(rule: tuple[str, str]) -> str:
     old, new = rule
     if not new:
-        return f"carry the prefix {old}; leave it out"
-    return (
-        f"lack the prefix {new}; add it"
-        if not old
-        else f"carry the prefix {old}, where MODEL has {new}; put that there"
-    )
+        return f"the prefix {old}"
+    return f"the prefix {old} in place of {new}" if old else f"no prefix {new}"
 
 
 def _other_numbers(found: Suspects, ask: Ask) -> Iterator[str]:

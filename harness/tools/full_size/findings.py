@@ -1,7 +1,7 @@
 """What the ranks of one engine say together: which tensors do not arrive, and what cannot be told."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness.rollout.sglang_api.absent_hardware import tells_what_is_absent
 from harness.runtime.errors import UnsupportedEnvironment
@@ -41,8 +41,17 @@ class Findings:
     """Name, or names joined by commas -> what the loader raised."""
     misfits: tuple[str, ...] = ()
     """Those of the problems that are of a name which is read, but does not arrive whole and unchanged."""
-    lacking: tuple[str, ...] = ()
-    """The engine's parameters that nothing fills whole, on one rank at least."""
+    lacking: Mapping[str, str] = field(default_factory=dict)
+    """The engine's parameters that nothing fills whole, on one rank at least -> what is said of them."""
+
+    def excusing(self, parameters: Collection[str]) -> "Findings":
+        """Return the same, but for these of the engine's parameters: what they lack is padding."""
+        return replace(
+            self,
+            problems=tuple(each for each in self.problems if subject(each) not in parameters),
+            padding=(*self.padding, *(f"{name}: {self.lacking[name]}" for name in parameters)),
+            lacking={name: said for name, said in self.lacking.items() if name not in parameters},
+        )
 
     @classmethod
     def of(
@@ -89,7 +98,11 @@ class Findings:
             unread=frozenset(unread),
             refused=refused,
             misfits=tuple(each for each in of_names if subject(each) not in unread | refused.keys()),
-            lacking=tuple(subject(each) for each in (*of_engine, *in_part) if subject(each) not in unfilled),
+            lacking={
+                subject(each): each.partition(": ")[2]
+                for each in (*of_engine, *in_part)
+                if subject(each) not in unfilled
+            },
         )
 
 

@@ -52,6 +52,8 @@ class NameLists:
     """Of another shape, or of a dtype that loses bits."""
     by_design: tuple[Line, ...] = ()
     """What published checkpoints have too, and the engine passes over. It is no problem."""
+    padding: tuple[str, ...] = ()
+    """Parameters of the engine that are not filled whole though all arrives that transformers' class would save."""
 
     def __add__(self, other: "NameLists") -> "NameLists":
         """Return both: those of the target model, and of its draft model."""
@@ -60,6 +62,7 @@ class NameLists:
             unsent=self.unsent + other.unsent,
             misshapen=self.misshapen + other.misshapen,
             by_design=self.by_design + other.by_design,
+            padding=self.padding + other.padding,
         )
 
     @property
@@ -122,26 +125,24 @@ def lists_of(
         name for name, error in refused.items() if error.startswith(UNKNOWN_NAME) and name not in expected.tensors
     }
     unread = alike.whole({name: "no rank's loader reads it" for name in findings.unread})
-    unread |= alike.whole({name: f"the loader refuses it: {refused[name]}" for name in no_such})
+    passed_over = [(name, expected.by_design[name]) for name in unread if name in expected.by_design]
+    unread = {name: said for name, said in unread.items() if name not in expected.by_design}
+    said_of = {name: f"the loader refuses it: {refused[name]}" for name in no_such}
+    unread |= alike.whole(said_of) | {view.name: said_of[view.name] for view in sent if view.name in said_of}
     wrong_shape = {name: f"the loader refuses it: {refused[name]}" for name in refused.keys() - no_such}
     for sentence in findings.misfits:
         names, _, about = sentence.partition(": ")
         wrong_shape |= {name: about for name in names.split(", ") if name not in wrong_shape}
-    passed_over = [(name, expected.by_design[name]) for name in unread if name in expected.by_design]
     views = {view.name: view for view in sent}
     wrong_shape = {
         name: about for name, about in alike.whole(wrong_shape).items() if name not in expected.without_shape
     }
+    unfilled = _unfilled(views, findings.lacking, alike, expected, fills, wrong_shape.keys() | unread.keys())
     return NameLists(
-        unexpected=tuple(
-            grouped(
-                (name, f"{_shape(views[name], expected)}{about}")
-                for name, about in unread.items()
-                if name not in expected.by_design
-            )
-        ),
+        unexpected=tuple(grouped((name, f"{_shape(views[name], expected)}{about}") for name, about in unread.items())),
         by_design=tuple(grouped(passed_over, kind=lambda name: "")),
-        unsent=tuple(grouped(_unsent(views, findings.lacking, alike, expected, fills, wrong_shape))),
+        unsent=tuple(grouped(unfilled.names.items())),
+        padding=tuple(unfilled.padding),
         misshapen=tuple(
             grouped(
                 (name, _unlike(views[name], expected.tensors.get(name), about))
@@ -182,13 +183,13 @@ class _Alike:
     def of(cls, sent: Sequence[TensorView], ranks: Sequence[EngineRank]) -> "_Alike":
         """Find for each layer that no rank told of the nearest one before it that was of the same kind."""
         kinds = {layer: kind_of(members) for layer, members in by_layer(fusing_groups(sent)).items()}
-        told, odd = (
-            frozenset().union(*sets) for sets in zip(*((each.layers, each.odd) for each in ranks), strict=True)
-        )
+        told = frozenset[int]().union(*(each.layers for each in ranks))
+        odd = frozenset[int]().union(*(each.odd for each in ranks))
+        silent = frozenset[int]().union(*(each.held_layers for each in ranks)) - told
         stands = {}
         for layer, kind in kinds.items():
             before = [each for each in told if each < layer and each not in odd and kinds.get(each) == kind]
-            stands[layer] = layer if layer in told or not before else max(before)
+            stands[layer] = max(before) if layer in silent and before else layer
         return cls(sent=sent, stands=stands)
 
     def whole(self, said: Mapping[str, str]) -> dict[str, str]:
@@ -207,36 +208,45 @@ class _Alike:
         return [] if layer == NO_LAYER else [layer, *(each for each, of in self.stands.items() if of == layer != each)]
 
 
-def _unsent(
+@dataclass(kw_only=True)
+class _Unfilled:
+    """What the engine's unfilled parameters lack."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    """Name that would fill one, or the parameter itself where none is known -> what is said of it."""
+    padding: list[str] = field(default_factory=list)
+    """Parameters for which all arrives that transformers' class would save for them: the rest is padding."""
+
+
+def _unfilled(
     sent: Mapping[str, TensorView],
-    lacking: Sequence[str],
+    lacking: Mapping[str, str],
     alike: _Alike,
     expected: Expected,
     fills: Fills,
-    misshapen: Mapping[str, str],
-) -> Iterator[tuple[str, str]]:
-    """Yield the names that would fill what nothing fills; the engine's own where none is known.
-
-    What a misshapen name leaves unfilled is told by it.
-    """
+    lost: Collection[str],
+) -> _Unfilled:
+    """Return what is not sent. lost: names that do not arrive, which tell by themselves what they leave unfilled."""
     of_pattern: dict[str, list[str]] = defaultdict(list)
     for name in expected.tensors or sent:
         of_pattern[without_numbers(name)].append(name)
-    told = set()
-    for parameter in dict.fromkeys(lacking):
-        patterns = fills.get(without_numbers(parameter), ())
-        names = [name for pattern, alike_names in of_pattern.items() if pattern in patterns for name in alike_names]
-        layers = alike.layers(parameter)
+    found = _Unfilled()
+    for parameter, said in lacking.items():
+        patterns, layers = fills.get(without_numbers(parameter), ()), alike.layers(parameter)
+        names = [name for pattern, members in of_pattern.items() if pattern in patterns for name in members]
         if not expected.tensors:  # those of other layers tell what this one lacks
             of_one = dict.fromkeys(moved_to_layer(name, 0) for name in names)
             names = [moved_to_layer(name, layer) for name in of_one for layer in layers] or names
-        due = [name for name in names if name not in sent and _is_of(name, parameter, layers)]
-        for name in (each for each in due if each not in told):
+        names = [name for name in names if _is_of(name, parameter, layers)]
+        due = [name for name in names if name not in sent]
+        for name in due:
             view = expected.tensors.get(name)
-            yield name, f"{_form(view)}, fills {parameter}" if view else f"fills {parameter}"
-        told.update(due)
-        if not due and misshapen.keys().isdisjoint(name for name in names if _is_of(name, parameter, layers)):
-            yield parameter, f"a parameter of the engine; {_why_none(names, sent)}"
+            found.names.setdefault(name, f"{_form(view)}, fills {parameter}" if view else f"fills {parameter}")
+        if not due and names and expected.tensors and not any(name in lost for name in names):
+            found.padding.append(parameter)
+        elif not due and not any(name in lost for name in names):
+            found.names[parameter] = said
+    return found
 
 
 def _is_of(name: str, parameter: str, layers: Collection[int]) -> bool:
@@ -245,12 +255,6 @@ def _is_of(name: str, parameter: str, layers: Collection[int]) -> bool:
     if layers and own and numbers:
         return int(numbers[0]) in layers and numbers[1 : len(own)] == own[1:]
     return numbers[: len(own)] == own
-
-
-def _why_none(names: Collection[str], sent: Collection[str]) -> str:
-    if not names:
-        return "no name is known that fills it"
-    return "what is sent for it does not fill all of it" if any(name in sent for name in names) else "nothing fills it"
 
 
 def _form(view: TensorView) -> str:

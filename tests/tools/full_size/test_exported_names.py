@@ -1,0 +1,163 @@
+"""--names: somebody's own export against the engine that a config.json describes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from harness.config.layers import ConfigError
+from harness.tools.full_size.exported_names import call_function, read_export
+from harness.tools.full_size.model_and_options import Options, read_question
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+LISTS = ("sent_and_not_expected", "expected_and_not_sent", "other_shapes_or_dtypes")
+NAMED: dict[str, tuple[str, str, int, str]] = {
+    "prefix": ("sent_and_not_expected", "module.model.embed_tokens.weight", 1, "the prefix module.; without it all"),
+    "no q_norm": ("expected_and_not_sent", "model.layers.0.self_attn.q_norm.weight", 2, ""),
+    "an expert of one rank lost": ("expected_and_not_sent", "model.layers.1.mlp.experts.7.gate_proj.weight", 1, ""),
+    "gate and up fused": (
+        "sent_and_not_expected",
+        "model.layers.0.mlp.experts.0.gate_up_proj.weight",
+        16,
+        "hold what the engine expects as gate_proj, up_proj",
+    ),
+    "half a shard": ("other_shapes_or_dtypes", "model.layers.0.self_attn.o_proj.weight", 2, ""),
+    "counted from the stage": (
+        "sent_and_not_expected",
+        "model.layers.3.self_attn.q_proj.weight",
+        1,
+        "layer 3 is sent besides and layer 1 is not sent",
+    ),
+    "AWQ": ("sent_and_not_expected", "model.layers.0.self_attn.q_proj.qweight", 2, "config.json has no quantization"),
+    "no head": ("expected_and_not_sent", "lm_head.weight", 1, "lm_head.weight must be sent"),
+}
+"""Export -> a list, a line of it, how many names the line has, and a part of the cause."""
+
+
+def run(*arguments: object, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, cwd=cwd,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE: two layers of eight experts, with a head of its own."""
+    made = tmp_path_factory.mktemp("qwen3_moe")
+    fields = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 128,
+        "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "norm_topk_prob": True, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    }  # fmt: skip
+    (made / "config.json").write_text(json.dumps(fields))
+    return made
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, Any]:
+    done = run(Path(__file__).with_name("exported_names_of.py"), folder)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("export", NAMED)
+def test_what_is_wrong_with_an_export_is_named(export: str, answers: dict[str, Any]) -> None:
+    title, name, count, cause = NAMED[export]
+    found = answers[export]
+    assert found["code"] == 1
+    assert [each["count"] for each in found[title] if each["name"] == name] == [count], found
+    assert cause in " ".join(found["causes"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("export", ["right", "with a table"])
+def test_a_right_export_is_silent(export: str, answers: dict[str, Any]) -> None:
+    found = answers[export]
+    assert found["code"] == 0 and not any(found[title] for title in LISTS)
+    assert bool(found["passed_over"]) == (export == "with a table")
+
+
+@pytest.mark.slow
+def test_an_index_without_its_files_says_so_and_the_lists_come_first(folder: Path, tmp_path: Path) -> None:
+    script = (
+        "from exported_names_of import *; prepare_import(Path(sys.argv[1])); import torch\n"
+        "from harness.tools.full_size.trainer_names import trainer_layout\n"
+        "print(json.dumps([view.name for view in trainer_layout(Path(sys.argv[1]), torch.bfloat16)]))"
+    )
+    names = json.loads(run("-c", script, folder, cwd=Path(__file__).parent).stdout.splitlines()[-1])
+    index = tmp_path / "model.safetensors.index.json"
+    sent = {name: "model-00001-of-00002.safetensors" for name in names if "k_norm" not in name}
+    index.write_text(json.dumps({"weight_map": sent}))
+    done = run("launch/full_size.py", folder, "--tp", 2, "--names", index)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith(("building", "importing"))][1:]
+    assert done.returncode == 1, done.stderr
+    assert lines[0] == "sent and not expected: none"
+    assert lines[2].startswith("  model.layers.0.self_attn.k_norm.weight: bfloat16 [32], fills")
+    assert f"dtype and shape of {len(sent)} names are not known" in done.stdout
+    assert "2 expected and not sent" in lines[-1]
+
+
+def test_files_are_read_by_their_headers(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a.weight": torch.zeros(2, 3, dtype=torch.bfloat16)}, file)
+    for source in (file, tmp_path):
+        export = read_export(str(source))
+        assert export and [(view.name, view.dtype, view.shape) for view in export.views()] == [
+            ("a.weight", torch.bfloat16, (2, 3))
+        ]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("{}", "must have weight_map"),
+        ("[1]", "must hold a JSON object"),
+        ('{"sent": {"a": ["bfloat16", [-1]]}}', "a dtype and a shape"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "a file of that folder"),
+        ('{"weight_map": {}}', "has no tensors"),
+    ],
+)
+def test_a_file_that_is_no_export_is_refused_in_one_sentence(text: str, part: str, tmp_path: Path) -> None:
+    (tmp_path / "sent.json").write_text(text)
+    with pytest.raises(ConfigError, match=part):
+        read_export(str(tmp_path / "sent.json"))
+
+
+def test_what_is_neither_file_nor_function_or_would_be_unpickled_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"")
+    for source in (str(tmp_path / "absent"), str(tmp_path / "model.bin")):
+        with pytest.raises(ConfigError, match="module:function"):
+            read_export(source)
+    with pytest.raises(ConfigError, match="one engine"):
+        read_question("deepseek_v3_bf16", Options(names="a:b", nnodes=2, tp=16), (), tmp_path)
+
+
+SENDER = """
+import torch
+def tensors():
+    yield "a", torch.zeros(2, device="meta")
+    yield "a", torch.zeros(3)
+def wrong():
+    raise RuntimeError("no model")
+"""
+
+
+def test_a_function_yields_names_dtypes_and_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_sender.py").write_text(SENDER)
+    monkeypatch.chdir(tmp_path)
+    assert read_export("my_sender:tensors") is None, "it is called once torch is imported"
+    export = call_function("my_sender:tensors")
+    assert [(view.name, view.shape) for view in export.views()] == [("a", (2,)), ("a", (3,))]
+    for source, words in (("my_sender:wrong", "RuntimeError: no model"), ("my_sender:absent", "AttributeError")):
+        with pytest.raises(ConfigError, match=words):
+            call_function(source)
