@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.tools.full_size.checkpoint_beside import is_of_mtp_layer
 from harness.tools.full_size.name_lists import NameLists
-from harness.tools.full_size.ranks_at_true_size import NO_LAYER, layer_of, moved_to_layer
+from harness.tools.full_size.ranks_at_true_size import NO_LAYER, at_layer, layer_of
 from harness.weights.tensor_view import TensorView, without_numbers
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_layer.")
@@ -182,7 +182,7 @@ def _with_first_zero(found: Suspects, layers: Collection[int], total: int, ask: 
     first = min(layers)
     if not first or sorted(layers) != list(range(first, first + total)):
         return ""
-    moved = [replace(view, name=moved_to_layer(view.name, layer_of(view.name) - first)) for view in found.sent]
+    moved = [replace(view, name=at_layer(view.name, layer_of(view.name) - first)) for view in found.sent]
     then = ask(moved)
     arrives = "every name arrives" if not then.wrong else f"these are wrong: {then.counts()}"
     return f"; counted from 0 instead of {first}, {arrives} (the loaders were asked)"

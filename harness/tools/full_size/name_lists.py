@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.tools.full_size.exported_names import dtype_name
 from harness.tools.full_size.findings import Findings
-from harness.tools.full_size.ranks_at_true_size import NO_LAYER, EngineRank, by_layer, kind_of, layer_of, moved_to_layer
+from harness.tools.full_size.ranks_at_true_size import NO_LAYER, EngineRank, at_layer, by_layer, kind_of, layer_of
 from harness.weights.fusing import fusing_groups
 from harness.weights.tensor_view import NUMBER, TensorView, without_numbers
 
@@ -197,7 +197,7 @@ class _Alike:
         found = {}
         for view in self.sent:
             layer = layer_of(view.name)
-            name = moved_to_layer(view.name, self.stands.get(layer, layer)) if layer != NO_LAYER else view.name
+            name = at_layer(view.name, self.stands.get(layer, layer)) if layer != NO_LAYER else view.name
             if name in said:
                 found[view.name] = said[name].replace(name, view.name)
         return found
@@ -235,8 +235,8 @@ def _unfilled(
         patterns, layers = fills.get(without_numbers(parameter), ()), alike.layers(parameter)
         names = [name for pattern, members in of_pattern.items() if pattern in patterns for name in members]
         if not expected.tensors:  # those of other layers tell what this one lacks
-            of_one = dict.fromkeys(moved_to_layer(name, 0) for name in names)
-            names = [moved_to_layer(name, layer) for name in of_one for layer in layers] or names
+            of_one = dict.fromkeys(at_layer(name, 0) for name in names)
+            names = [at_layer(name, layer) for name in of_one for layer in layers] or names
         names = [name for name in names if _is_of(name, parameter, layers)]
         due = [name for name in names if name not in sent]
         for name in due:
