@@ -1,6 +1,6 @@
 """Compare 64-bit fingerprints of every element that the engine holds with the trainer's, without moving any.
 
-Each scheduler sums up what it holds, and each trainer rank its shards (worker/model_state.py says how). That costs one
+Each scheduler sums up what it holds, and each trainer rank its shards (traced/model_state.py says how). That costs one
 read of the weights and names the tensors that differ. readback.py, which moves every element, says in how many
 elements.
 """

@@ -2,7 +2,7 @@
 them.
 
 A right load, done once more, changes nothing. So each scheduler runs its own loader again on the trainer's tensors,
-compares what that writes with what it held before, and takes it back (worker/undo.py).
+compares what that writes with what it held before, and takes it back (traced/undo.py).
 """
 
 from collections.abc import Collection
