@@ -7,27 +7,36 @@
     send_weights(model)  # your own update
     check(names_and_tensors(model)).raise_if_wrong()
 
-`names_and_tensors` yields what the server must hold, by checkpoint names: full tensors, or DTensors, as FSDP2 has them.
-With DTensors every rank calls the check with its own, because gathering one is collective; with full tensors rank 0
-alone may. What it yields is written to a scratch folder of rank 0, and launch/verify.py compares the server with that.
+`names_and_tensors` yields what the server must hold, by checkpoint names: full tensors or DTensors, as FSDP2 has them, on
+any device. What it yields is written to a scratch folder of rank 0, and launch/verify.py compares the server with that.
+Yield DTensors as they are: the check gathers each only when all ranks have it, so that no rank waits for one that failed.
 """
 
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from harness.runtime.child_environment import engine_environment
 from harness.tools.environments import REPOSITORY
 from harness.tools.verify.sender import write_tensors
 
-OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of a rank that a program which is none must not have."""
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+SCRIPT = REPOSITORY / "launch" / "verify.py"
+
+
+class NotVerified(RuntimeError):
+    """Nothing is known about the server: it could not be asked, or a rank failed to give its tensors."""
 
 
 class WeightsDiffer(RuntimeError):
@@ -40,48 +49,151 @@ class Verdict:
 
     code: int
     """0 equal, 1 different, 2 it could not be asked as it was, 125 it cannot be told."""
-    said: str
-    """Its last line."""
+    lines: tuple[str, ...]
+    """All that it said; the last line is the verdict, or why there is none."""
+
+    @property
+    def said(self) -> str:
+        """The last line, without what it begins with."""
+        last = self.lines[-1] if self.lines else f"{SCRIPT.name} said nothing and ended with exit code {self.code}"
+        return last.removeprefix("VERDICT: ").removeprefix("error: ")
 
     def raise_if_wrong(self) -> None:
-        """Raise WeightsDiffer unless the server holds what it must."""
+        """Raise WeightsDiffer if the server holds something else, NotVerified if that could not be found out."""
         if self.code:
-            raise WeightsDiffer(self.said)
+            raise (WeightsDiffer if self.code == 1 else NotVerified)(self.said)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServerCheck:
     """Compares a server with the trainer's weights whenever it is called."""
 
     server: str
     model: str
-    """A folder with the model's config.json."""
-    api_key_file: str = ""
-    scratch: str | None = None
-    """Where rank 0 writes the weights meanwhile; None: the system's folder for temporary files."""
+    """A folder with the model's config.json; nothing else in it is read."""
+    remember: bool = False
+    """Keep what one call was given until the next one, so that a tensor that was not updated is told to be old."""
     collective: bool = True
     """False: one rank alone makes each check, with full tensors."""
+    scratch: str | None = None
+    """Where rank 0 writes the weights meanwhile; None: the system's folder for temporary files."""
+    options: Sequence[str] = ()
+    """More options of launch/verify.py, such as ("--api-key-file", FILE) or ("--layers", "0-3")."""
+    seconds: float = 3600.0
+    """How long ranks wait for each other, and for the verdict."""
+    _before: "tempfile.TemporaryDirectory[str] | None" = field(default=None, init=False, repr=False)
 
-    def __call__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Verdict:
+    def __call__(self, named_tensors: NamedTensors) -> Verdict:
         """Compare; return the same verdict on every rank.
 
-        A collective call of all ranks if torch.distributed is initialized and `collective` is not False.
+        If torch.distributed is initialized and `collective` is not False, all ranks call it, each with the same names
+        in the same order: gathering a DTensor is collective. Raise NotVerified, on every rank, if one of them fails.
         """
-        together = self.collective and dist.is_initialized()
-        rank = dist.get_rank() if together else 0
-        with tempfile.TemporaryDirectory(prefix="verify-", dir=self.scratch) as folder:
-            write_tensors(named_tensors, Path(folder), keep=rank == 0)
-            found = [self._ask(folder)] if rank == 0 else [None]
-        if together:
-            dist.broadcast_object_list(found)
-        assert found[0] is not None
-        return found[0]
+        with _ranks(self.collective, self.seconds) as ranks:
+            with ranks.failing_together():
+                given, verdict = ranks.in_step(named_tensors), None
+                if ranks.own == 0:
+                    verdict = self._compare(given)
+                else:
+                    write_tensors(given, Path(), keep=False)
+            found: Verdict = ranks.meet(verdict)[0]
+            return found
+
+    def _compare(self, named_tensors: NamedTensors) -> Verdict:
+        folder: tempfile.TemporaryDirectory[str] | None
+        folder = tempfile.TemporaryDirectory(prefix="verify-", dir=self.scratch)
+        try:
+            write_tensors(named_tensors, Path(folder.name), keep=True)
+            verdict = self._ask(folder.name)
+            if self.remember:
+                self._before, folder = folder, self._before
+            return verdict
+        finally:
+            if folder:
+                folder.cleanup()
 
     def _ask(self, folder: str) -> Verdict:
-        command = [sys.executable, str(REPOSITORY / "launch" / "verify.py"), "--server", self.server]
-        command += ["--weights", folder, "--model", self.model]
-        command += ["--api-key-file", self.api_key_file] if self.api_key_file else []
-        environment = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        lines = (done.stdout if done.returncode in (0, 1) else done.stderr).strip().splitlines()
-        return Verdict(code=done.returncode, said=lines[-1] if lines else f"{command[1]} said nothing")
+        """Run launch/verify.py, whose progress goes to standard error as it comes."""
+        command = [sys.executable, str(SCRIPT), "--server", self.server, "--weights", folder, "--model", self.model]
+        command += ["--was", self._before.name] if self._before else []
+        command += self.options
+        told: list[str] = []
+        with tempfile.TemporaryFile("w+") as answer:
+            own = engine_environment(os.environ, {})  # it is no rank
+            with subprocess.Popen(command, env=own, stdout=answer, stderr=subprocess.PIPE, text=True) as child:
+                for line in child.stderr or ():
+                    print(line, end="", file=sys.stderr, flush=True)
+                    told.append(line.rstrip())
+            answer.seek(0)
+            lines = answer.read().splitlines() if child.returncode in (0, 1) else told[-1:]
+        named = [each.replace(folder, "the trainer") for each in lines]
+        if self._before:
+            named = [each.replace("--was", "the call before") for each in named]
+        return Verdict(code=child.returncode, lines=tuple(named))
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What a rank says that cannot go on."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks that make a check. Whatever one of them fails at, no other is left waiting for it."""
+
+    group: dist.ProcessGroup | None
+    """None: there is one."""
+    own: int
+
+    def meet(self, said: Any) -> list[Any]:
+        """Return what each rank says, a collective call. Raise NotVerified if one of them has failed."""
+        everyone = [said]
+        if self.group:
+            everyone *= dist.get_world_size(self.group)
+            dist.all_gather_object(everyone, said, group=self.group)
+        failed = [f"rank {rank}: {each.why}" for rank, each in enumerate(everyone) if isinstance(each, _Failed)]
+        if failed:
+            raise NotVerified("; ".join(failed))
+        return everyone
+
+    def in_step(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors, each after all ranks have said that they have it too."""
+        tensors = iter(named_tensors)
+        while True:
+            item = next(tensors, None)
+            names = self.meet(item and item[0])
+            if any(name != names[0] for name in names):
+                raise NotVerified(f"the ranks must give the same names in the same order; they gave {names}.")
+            if item is None:
+                return
+            if self.group is None and isinstance(item[1], DTensor) and item[1].device_mesh.size() > 1:
+                raise NotVerified(f"{item[0]} is a DTensor: call the check on all of its ranks, with collective=True.")
+            yield item
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Turn a failure of this rank into one of all."""
+        try:
+            yield
+        except NotVerified:
+            raise  # all have it
+        except Exception as error:
+            try:
+                self.meet(_Failed(f"{type(error).__name__}: {error}"))
+            except NotVerified as together:
+                raise together from error
+
+
+@contextmanager
+def _ranks(collective: bool, seconds: float) -> Iterator[_Ranks]:
+    """Yield the ranks that make a check, with a group for their words: NCCL gives up what takes ten minutes."""
+    if not (collective and dist.is_initialized()):
+        yield _Ranks(group=None, own=0)
+        return
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    try:
+        yield _Ranks(group=group, own=dist.get_rank())
+    finally:
+        dist.destroy_process_group(group)

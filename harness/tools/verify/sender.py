@@ -5,6 +5,7 @@ because a rank's tensors are made of parts that come at any time.
 import importlib
 import json
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ FILE_BYTES = 1 << 30
 
 
 def write_checkpoint(sender: str, folder: Path) -> Path:
-    """Write what MODULE:FUNCTION yields; return the folder. Raise ConfigError if there is no such function, or for
-    what it yields.
+    """Write what MODULE:FUNCTION yields; return the folder. Raise ConfigError if there is no such function, or if it
+    fails, and for what it yields.
     """
     module, _, function = sender.partition(":")
     sys.path.insert(0, "")
@@ -30,11 +31,14 @@ def write_checkpoint(sender: str, folder: Path) -> Path:
         found: Any = importlib.import_module(module)
         for part in function.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--weights {sender} cannot be imported: {error}.") from error
+        write_tensors(found(), folder, keep=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # it is the user's own code that fails
+        file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(f"--weights {sender}: {type(error).__name__} at {file}:{line}: {error}") from error
     finally:
         sys.path.remove("")
-    write_tensors(found(), folder, keep=True)
     return folder
 
 
@@ -53,19 +57,35 @@ def write_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], folder: Pat
         files.update(dict.fromkeys(pending, file))
         pending.clear()
 
+    held = 0
     for name, tensor in named_tensors:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ConfigError(
                 f"a sender must yield (name, tensor), got ({type(name).__name__}, {type(tensor).__name__})."
             )
-        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        whole = _gathered(tensor.detach())
         if not keep:
             continue
         if name in files or name in pending:
             raise ConfigError(f"the sender yields {name} twice; a server would keep the last one.")
-        pending[name] = whole.cpu().contiguous().clone()  # safetensors refuses tensors that share memory
-        if sum(each.nbytes for each in pending.values()) >= FILE_BYTES:
+        # a copy, as the sender may use its memory again, and safetensors refuses tensors that share some
+        pending[name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        held += whole.nbytes
+        if held >= FILE_BYTES:
             flush()
-    if keep:
+            held = 0
+    if pending:
         flush()
+    if keep and not files:
+        raise ConfigError("the sender yields no tensor.")
+    if keep:
         (folder / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor. A DTensor that was offloaded is gathered where its mesh can."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placed = tensor.to(tensor.device_mesh.device_type)
+    assert isinstance(placed, DTensor)
+    return placed.full_tensor()
