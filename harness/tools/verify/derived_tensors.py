@@ -82,14 +82,19 @@ def _mean(some: torch.Tensor, others: torch.Tensor) -> float:
 @torch.no_grad()
 def _log_probs(folder: Path, weights: Path, dtype: torch.dtype, answers: Sequence[Answered]) -> torch.Tensor:
     """Return float [tokens]: transformers' log-probs of each answer's tokens but the first."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            weights, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
+            weights,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            generation_config=GenerationConfig(),  # what a sender gave has none
         )
     except (ValueError, KeyError, ImportError) as error:
         raise UnsupportedEnvironment(f"transformers cannot load it: {type(error).__name__}: {error}") from error

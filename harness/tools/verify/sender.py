@@ -35,8 +35,9 @@ def write_checkpoint(sender: str, folder: Path) -> Path:
     except ConfigError:
         raise
     except Exception as error:  # it is the user's own code that fails
-        file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(f"--weights {sender}: {type(error).__name__} at {file}:{line}: {error}") from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if last.filename == __file__ else f" at {last.filename}:{last.lineno}"
+        raise ConfigError(f"--weights {sender}: {type(error).__name__}{where}: {error}") from error
     finally:
         sys.path.remove("")
     return folder
