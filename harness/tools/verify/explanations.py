@@ -22,6 +22,7 @@ from harness.tools.verify.mistakes import (
     bits_of,
     changes,
     exchanges,
+    expert_pairs,
     runs_of,
     sets_of,
     whole,
@@ -117,11 +118,13 @@ class Explainer:
             for members, subject, said, half in _left_out(moved, len(names)):
                 source = PartlyOld(reader, older, members, shapes, half)
                 yield Candidate(f"{subject} kept the values of --was{said}", recipe, scale, source)
+        everywhere = list(dict.fromkeys(name for each in made.values() for name in _sources(*each.recipes())))
+        for why, instead in exchanges(everywhere, {name: self.stored[name].shape or () for name in everywhere}):
+            yield Candidate(why, recipe, scale, Exchanged(reader, instead))
         for members, subject in sets:
             for said, change in changes():
                 yield Candidate(f"{subject} {said}", recipe, scale, Changed(reader, members, shapes, change))
-        everywhere = dict.fromkeys(name for each in made.values() for name in _sources(*each.recipes()))
-        for why, instead in exchanges(list(everywhere), {name: self.stored[name].shape or () for name in everywhere}):
+        for why, instead in expert_pairs(everywhere):
             yield Candidate(why, recipe, scale, Exchanged(reader, instead))
         for other in made.keys() - {rank}:
             for members, subject in sets:

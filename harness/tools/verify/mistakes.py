@@ -113,6 +113,14 @@ def kinds_of(names: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
+def _layers_of(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names by the linear layer that they are of, but for numbers: a weight and its scales together."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda each: each.rpartition(".")[2]):
+        found.setdefault(without_numbers(name.rpartition(".")[0]), []).append(name)
+    return found
+
+
 def changes() -> Iterator[tuple[str, Change]]:
     """Yield what may become of a tensor on its way, each with the phrase that follows its name."""
     yield "arrived as zeros, or never", torch.zeros_like
@@ -132,11 +140,15 @@ def changes() -> Iterator[tuple[str, Change]]:
 
 
 def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield tensors that may be in each other's place, with the sentence that says so."""
-    for first, second in combinations(kinds_of(names).values(), 2):
-        if len(first) == len(second) and all(shapes[a] == shapes[b] for a, b in zip(first, second, strict=True)):
-            like = " of every expert" if len(first) > 1 else ""
-            yield f"{first[0]} and {second[0]} are in each other's place{like}", _swap(first, second)
+    """Yield tensors that may be in each other's place, with the sentence that says so: those of two layers, such as
+    gate_proj and up_proj, with their scales or without, and all experts in another order.
+    """
+    kinds = kinds_of(names)
+    for parts in (_layers_of(names), kinds) if len(_layers_of(names)) < len(kinds) else (kinds,):
+        for first, second in combinations(parts.values(), 2):
+            if [shapes[name] for name in first] == [shapes[name] for name in second]:
+                like = " of every expert" if ".experts." in first[0] else ""
+                yield f"{first[0]} and {second[0]} are in each other's place{like}", _swap(first, second)
     experts = _by_number(names)
     numbers = list(experts)
     for order, said in _expert_orders(numbers):
@@ -148,7 +160,12 @@ def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[
                 for name, other in zip(experts[to], experts[source], strict=True)
             },
         )
-    for one, other in islice(combinations(numbers, 2), PAIRS):
+
+
+def expert_pairs(names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield two experts that may be in each other's place, or one of them in both places."""
+    experts = _by_number(names)
+    for one, other in islice(combinations(experts, 2), PAIRS):
         yield f"experts {one} and {other} are in each other's place", _swap(experts[one], experts[other])
         for twice, lost in ((one, other), (other, one)):
             yield (

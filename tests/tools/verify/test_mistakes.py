@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from harness.tools.verify.mistakes import changes, exchanges, runs_of
+from harness.tools.verify.mistakes import changes, exchanges, expert_pairs, runs_of
 
 EXPERTS = 8
 NAMES = [f"model.layers.1.mlp.experts.{number}.down_proj.weight" for number in range(EXPERTS)]
@@ -24,7 +24,16 @@ def test_experts_in_the_orders_that_expert_parallelism_may_give_them() -> None:
         lambda place: place * 2 % EXPERTS + place * 2 // EXPERTS,  # dealt out to two ranks
     ):
         assert in_the_place_of(numbers) in tried
-    assert {NAMES[3]: NAMES[2]} in tried  # one of them twice
+    assert {NAMES[3]: NAMES[2]} in [instead for _, instead in expert_pairs(NAMES)]  # one of them twice
+
+
+def test_two_layers_in_each_others_place_with_their_scales_and_without() -> None:
+    gate, up = (f"model.layers.1.mlp.{each}_proj.weight" for each in ("gate", "up"))
+    scales = [f"{name}_scale_inv" for name in (gate, up)]
+    shapes = dict.fromkeys((gate, up), (256, 256)) | dict.fromkeys(scales, (2, 2))
+    tried = [instead for _, instead in exchanges([gate, up, *scales], shapes)]
+    assert {gate: up, up: gate} in tried
+    assert {gate: up, up: gate, scales[0]: scales[1], scales[1]: scales[0]} in tried
 
 
 def test_an_update_that_ended_in_the_middle_in_either_order_of_names() -> None:
