@@ -35,11 +35,14 @@ class Different:
     def label(self) -> str:
         return self.compared.tensor.label
 
+    def reason(self) -> str:
+        """Return on which ranks it differs, and why."""
+        return f"differs on {called_ranks(self.ranks)}: {self.why or 'cause unknown'}"
+
     def sentence(self) -> str:
+        """Return the reason, and what fills the tensor."""
         filled = ", ".join(map(called, kinds_of(self.sources).values()))
-        return f"differs on {called_ranks(self.ranks)}: {self.why or 'cause unknown'}" + (
-            f" (filled from {filled})" if filled else ""
-        )
+        return f"{self.reason()} (filled from {filled})" if filled else self.reason()
 
 
 def sentences(different: Sequence[Different]) -> list[str]:
@@ -124,7 +127,7 @@ class Answer:
                 )
             return (
                 f"{len(self.different)} of {self.compared} tensors of {where} are not what {self.weights} says; first:"
-                f" {first.label} {first.sentence()}"
+                f" {first.label} {first.reason()}"
             )
         if self.lost:
             return f"nothing in {self.weights} fills {len(self.lost)} tensor(s) of the server's class; first: {self.lost[0]}"
