@@ -259,7 +259,7 @@ def test_a_scheduler_that_fails_between_two_calls_ends_its_rank(tmp_path: Path) 
     # The engine here sets the handler that SGLang sets at its first call, and nothing else of it matters.
     program = tmp_path / "program.py"
     program.write_text("""
-import signal, types, torch.distributed as dist, uvloop
+import os, signal, types, torch.distributed as dist, uvloop
 from torch.distributed.device_mesh import init_device_mesh
 from tests.end_to_end.test_minimal import minimal
 
@@ -268,7 +268,7 @@ loop = uvloop.new_event_loop()
 async def generate():
     loop.add_signal_handler(signal.SIGQUIT, print, "only heard while a call runs")
 
-signal.signal(signal.SIGQUIT, lambda *_: exit(9))  # as SGLang's launch does, in its way
+signal.signal(signal.SIGQUIT, lambda *_: os._exit(9))  # as SGLang's launch does, in its way
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
 engine = types.SimpleNamespace(generate=lambda: loop.run_until_complete(generate()))

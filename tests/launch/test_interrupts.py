@@ -114,9 +114,8 @@ from harness.runtime import interrupts, working
 interrupts.end_by_sentence("the program")
 import os, sys, tempfile, time
 with tempfile.TemporaryDirectory(), working.working("the work"):
-    if os.fork() == 0:
-        time.sleep(600)
-    print("ready", flush=True)
+    if os.fork():
+        print("ready", flush=True)
     while True:  # a signal that comes just before a long sleep begins does not cut it short
         time.sleep(0.05)
 """
