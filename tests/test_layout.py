@@ -50,7 +50,7 @@ TOOLS = {
     "fault_spec": set(),
     "folded_torchrun": set(),
     "forked_ranks": {"command_line", "folded_torchrun", "preflight"},
-    "full_size": {"bisection", "command_line", "environments", "page_template"},
+    "full_size": {"bisection", "command_line", "environments", "page_template", "user_sender"},
     "hosts": set(),
     "inject": {"fault_spec"},
     "mismatch": {"export"},
@@ -76,7 +76,8 @@ TOOLS = {
     "step_bench": {"sync"},
     "sync": set(),
     "trackers": set(),
-    "verify": {"environments", "full_size", "preflight"},
+    "user_sender": set(),
+    "verify": {"environments", "full_size", "preflight", "user_sender"},
     "verl": {"environments"},
     "watchdog": {"diagnose"},
 }

@@ -32,6 +32,12 @@ class TensorView:
     offset: int = 0
     """Elements before the first one."""
 
+    @classmethod
+    def whole(cls, name: str, dtype: torch.dtype, shape: Sequence[int], of: str = "") -> "TensorView":
+        """Return all of a contiguous tensor. of: "" if it lies in a tensor of its own name."""
+        stride = tuple(torch.empty(tuple(shape), device="meta").stride())
+        return cls(name=name, of=of or name, dtype=dtype, shape=tuple(shape), stride=stride)
+
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()

@@ -232,8 +232,9 @@ def _draft_scope(model_config: Any, algorithm: str) -> Iterator[None]:
 
 
 def embedding_and_head(model: Any, stages: int) -> dict[str, str]:
-    """Return the parameters of a target that SGLang puts in the place of its draft model's, or those of the draft, by
-    what they are: "embedding" and "head".
+    """Return what the "embedding" and the "head" of a target, or of its draft model, are called.
+
+    The two models share them: SGLang puts the target's own in the place of the draft's.
 
     With several pipeline stages only the head: the last stage, which has the draft model, has no embedding of the
     target. Empty for a class that hands out none.

@@ -4,24 +4,19 @@ Only headers are read, and nothing is unpickled. A function is called in a proce
 such as a process group, ends there.
 """
 
-import importlib
-import os
-import re
-import sys
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config.layers import ConfigError
+from harness.tools.user_sender import FUNCTION, words_of, yielded_by
 from harness.weights.checkpoint_headers import Stored, read_header, read_headers, read_index, read_json
 
 if TYPE_CHECKING:
     from harness.weights.tensor_view import TensorView
 
-FUNCTION = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 FORMS = (
     "a safetensors file or its index, a folder with them, the file that --json writes, or module:function, which yields"
     " (name, tensor)"
@@ -134,13 +129,11 @@ def _call(source: str) -> list[tuple[str, Stored]] | str:
     import torch
 
     torch.set_num_threads(1)  # threads that torch started before the fork are not here
-    sys.path.insert(0, os.getcwd())
-    module, _, function = source.partition(":")
     try:
-        return list(_without_values(getattr(importlib.import_module(module), function)()))
+        with yielded_by(source) as pairs:
+            return list(_without_values(pairs))
     except (Exception, SystemExit) as error:  # whatever the user's own code raises: it is the answer
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        return words_of(error)
 
 
 def _without_values(pairs: Any) -> Iterator[tuple[str, Stored]]:
@@ -165,6 +158,4 @@ def _view(name: str, of: str, stored: Stored) -> "TensorView":
     dtype = getattr(torch, stored.dtype or "bfloat16", None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"--names: {name} has dtype {stored.dtype}, which this torch does not have.")
-    shape = UNKNOWN_SHAPE if stored.shape is None else stored.shape
-    stride: Sequence[int] = torch.empty(shape, device="meta").stride()
-    return TensorView(name=name, of=of, dtype=dtype, shape=shape, stride=tuple(stride))
+    return TensorView.whole(name, dtype, UNKNOWN_SHAPE if stored.shape is None else stored.shape, of)

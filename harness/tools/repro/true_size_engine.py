@@ -82,12 +82,9 @@ def import_sglang(folder: Path, draft: bool = False) -> None:
 
 def checkpoint_tensor(name: str, dtype: Any, *shape: int) -> "TensorView":
     """Return a tensor that a checkpoint has and no class of transformers makes."""
-    import torch
-
     from harness.weights.tensor_view import TensorView
 
-    stride = tuple(torch.empty(shape, device="meta").stride())
-    return TensorView(name=name, of=name, dtype=dtype, shape=shape, stride=stride)
+    return TensorView.whole(name, dtype, shape)
 
 
 def check_engine(

@@ -14,7 +14,7 @@ from harness.weights.tensor_view import NUMBER, without_numbers
 from harness.weights.traced.model_state import INTEGER
 
 PAIRS = 2000
-"""How many pairs of experts are tried in each other's place."""
+"""How many pairs of experts are tried at most, each with the two exchanged."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 Change = Callable[[torch.Tensor], torch.Tensor]

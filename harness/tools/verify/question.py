@@ -6,8 +6,8 @@ from pathlib import Path
 
 from harness.config.layers import ConfigError
 from harness.tools.preflight import check_index, check_safetensors
+from harness.tools.user_sender import FUNCTION
 
-SENDER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 
@@ -58,7 +58,7 @@ def check(options: Options) -> None:
 
 def is_sender(weights: str) -> bool:
     """Return whether --weights names a function."""
-    return SENDER.fullmatch(weights) is not None and not Path(weights).exists()
+    return FUNCTION.fullmatch(weights) is not None and not Path(weights).exists()
 
 
 def check_folder(option: str, folder: Path, config: bool) -> None:

@@ -85,13 +85,7 @@ class RankPrediction:
 
 def layout_of(stored: Mapping[str, Stored]) -> tuple[TensorView, ...]:
     """Return the tensors of a checkpoint, each as a whole."""
-    found = []
-    for name, each in stored.items():
-        shape = each.shape or ()
-        stride = tuple(torch.empty(shape, device="meta").stride())
-        dtype: torch.dtype = getattr(torch, each.dtype)
-        found.append(TensorView(name=name, of=name, dtype=dtype, shape=shape, stride=stride))
-    return tuple(found)
+    return tuple(TensorView.whole(name, getattr(torch, each.dtype), each.shape or ()) for name, each in stored.items())
 
 
 def predict(
@@ -174,7 +168,7 @@ def _predict_rank(
 
 
 def _stands_for(model: Any, layers: Layers, traced: Collection[int]) -> dict[int, int]:
-    """Return layer -> the layer of its kind that stands for it, for all that is given to a rank's loader.
+    """Return, for each layer whose names a rank's loader may be given, the layer of its kind that stands for it.
 
     Layers that the rank does not hold are not given to it, unless they are to be traced.
     """

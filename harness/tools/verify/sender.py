@@ -2,13 +2,9 @@
 because a rank's tensors are made of parts that come at any time.
 """
 
-import importlib
 import json
-import sys
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.config.layers import ConfigError
 from harness.config.model_fields import WEIGHT_INDEX
+from harness.tools.user_sender import words_of, yielded_by
 
 FILE_BYTES = 1 << 30
 """About how large one file is; so much is kept in memory."""
@@ -25,21 +22,13 @@ def write_checkpoint(sender: str, folder: Path) -> Path:
     """Write what MODULE:FUNCTION yields; return the folder. Raise ConfigError if there is no such function, or if it
     fails, and for what it yields.
     """
-    module, _, function = sender.partition(":")
-    sys.path.insert(0, "")
     try:
-        found: Any = importlib.import_module(module)
-        for part in function.split("."):
-            found = getattr(found, part)
-        write_tensors(found(), folder, keep=True)
+        with yielded_by(sender) as named_tensors:
+            write_tensors(named_tensors, folder, keep=True)
     except ConfigError:
         raise
     except Exception as error:  # it is the user's own code that fails
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if last.filename == __file__ else f" at {last.filename}:{last.lineno}"
-        raise ConfigError(f"--weights {sender}: {type(error).__name__}{where}: {error}") from error
-    finally:
-        sys.path.remove("")
+        raise ConfigError(f"--weights {sender}: {words_of(error)}") from error
     return folder
 
 

@@ -105,7 +105,7 @@ class Answered:
 def generate(
     url: str, key: str, prompts: Sequence[Sequence[int]], new_tokens: int, seconds: float = SCORE_SECONDS
 ) -> list[Answered]:
-    """Have a server continue prompts by so many tokens, at temperature 1.
+    """Have a server generate so many tokens after each prompt, at temperature 1.
 
     Raise UnsupportedEnvironment for a server that does not answer, as a paused one does not, or scores other tokens.
     """

@@ -69,7 +69,7 @@ def test_a_rank_that_fails_ends_the_check_of_all(tmp_path: Path) -> None:
 def test_a_sender_that_fails_is_a_mistake_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken_sender.py").write_text("def named():\n    yield 'a', None.weight\n")
-    with pytest.raises(ConfigError, match=r"broken_sender:named: AttributeError at .*broken_sender.py:2"):
+    with pytest.raises(ConfigError, match=r"broken_sender:named: AttributeError: .*broken_sender.py:2\)"):
         write_checkpoint("broken_sender:named", tmp_path)
     with pytest.raises(ConfigError, match=r"ModuleNotFoundError"):
         write_checkpoint("no_such_module:named", tmp_path)
