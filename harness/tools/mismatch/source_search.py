@@ -45,8 +45,12 @@ def find_mismatch(run: RunContext) -> str:
     # On a GPU none can fork: the servers themselves become the first engine's processes.
     ForkServer.hand_over(cloned(servers) if run.world.device_type == "cpu" else servers)
     parts = build(run, inputs, record)
-    run.events.say(f"weights: the engine's fingerprints equal the trainer's{prove_weights(parts)}")
-    measured, rows = measure_tokens(run, parts)
+    try:
+        run.events.say(f"weights: the engine's fingerprints equal the trainer's{prove_weights(parts)}")
+        measured, rows = measure_tokens(run, parts)
+    except Found:  # on every rank; an engine that still runs would have its end told below the sentence
+        parts.shut_down()
+        raise
     meshes = build_meshes(run.dims, run.world.device.type)
     baseline = Baseline(run=run, inputs=inputs, parts=parts, meshes=meshes, measured=measured)
     serving = serving_of(run, inputs, tokens=sum(len(ids) for ids, _ in rows))

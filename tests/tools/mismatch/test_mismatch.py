@@ -50,15 +50,12 @@ def search(
 
 
 def found_line(job: Job) -> str:
-    """The line that says what was found; what writes it outlives torchrun by a moment.
-
-    Where the search ends early, the death of an engine's process may be told after it.
-    """
-    end = time.monotonic() + 10
-    while not (found := [line for line in job.output().splitlines()[-2:] if line.startswith("found:")]):
+    """The last line, which says what was found; what writes it outlives torchrun by a moment."""
+    end = time.monotonic() + 30
+    while not (last := job.output().splitlines()[-1]).startswith("found:"):
         assert time.monotonic() < end, job.output()[-4000:]
         time.sleep(0.1)
-    return found[-1]
+    return last
 
 
 def check_answer(planted: Planted, code: int, answer: dict[str, Any], job: Job) -> None:
