@@ -23,6 +23,14 @@ CPU_ARGUMENTS = {
     ),
 }
 """Engine argument -> the beginning of values that CPU mode cannot serve, and why."""
+OF_MANY_RANKS = frozenset(
+    (
+        *("enable_dp_attention", "dp_size", "attn_dp_size", "enable_dp_lm_head", "attn_cp_size"),
+        *("ep_size", "expert_parallel_size", "moe_a2a_backend", "moe_dp_size", "moe_dense_tp_size"),
+    )
+)
+"""Engine arguments that only an engine of several ranks takes. attn_dp_size is what releases from 0.5.22 on have for
+the first two."""
 
 
 def engine_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[Wrong]:

@@ -163,15 +163,20 @@ def unfilled_parameters(coverage: Sequence[LoadCoverage]) -> list[str]:
 
     Where sizes are padded, the last ranks hold padding that nothing fills.
     """
-    least: dict[str, tuple[int, int]] = {}
-    for name, found in (item for each in coverage for item in each.missing.items()):
-        least[name] = min(found, least.get(name, found))
     return [
         f"{name}: a parameter of the engine that nothing sent would fill"
         + (f", in {missing} of its {elements} elements" if missing < elements else "")
-        for name, (missing, elements) in least.items()
+        for name, (missing, elements) in least_unfilled(coverage).items()
         if missing
     ]
+
+
+def least_unfilled(coverage: Sequence[LoadCoverage]) -> dict[str, tuple[int, int]]:
+    """Return for each parameter how many elements even the scheduler leaves unfilled that fills most, and of how many."""
+    least: dict[str, tuple[int, int]] = {}
+    for name, found in (item for each in coverage for item in each.missing.items()):
+        least[name] = min(found, least.get(name, found))
+    return least
 
 
 def unfilled_on_some_ranks(coverage: Sequence[LoadCoverage]) -> dict[str, bool]:

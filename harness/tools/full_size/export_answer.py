@@ -103,7 +103,6 @@ class ExportQuestion:
         draft = self._draft(shape, ranks, views)
         fills = self._fills(shape, ranks, findings, draft)
         lists = lists_of(views, ranks, findings, self.expected, fills)
-        findings = findings.excusing(lists.padding)
         if draft:
             copies = dict.fromkeys(copies_in(shape.folder, draft.mtp), "the draft model is served the target's own")
             of_layer = {

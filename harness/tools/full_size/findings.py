@@ -3,18 +3,20 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from harness.config.engine_rules import OF_MANY_RANKS
 from harness.rollout.sglang_api.absent_hardware import tells_what_is_absent
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size.ranks_at_true_size import (
     EngineRank,
     EngineShape,
+    RankFailed,
     examine,
     filled_in_part,
     given_to_all,
     layer_of,
 )
 from harness.weights.fusing import FusingGroup
-from harness.weights.presync_checks import coverage_problems, unfilled_parameters
+from harness.weights.presync_checks import coverage_problems, least_unfilled, unfilled_parameters
 from harness.weights.traced.coverage import LoadCoverage
 
 KV_CACHE_SCALES = (".k_scale", ".v_scale")
@@ -44,6 +46,9 @@ class Findings:
     lacking: Mapping[str, str] = field(default_factory=dict)
     """The engine's parameters that nothing fills whole, on one rank at least -> what is said of them."""
 
+    partly_filled: frozenset[str] = frozenset()
+    """Those of them that every rank fills in part."""
+
     def excusing(self, parameters: Collection[str]) -> "Findings":
         """Return the same, but for these of the engine's parameters: what they lack is padding."""
         return replace(
@@ -51,6 +56,7 @@ class Findings:
             problems=tuple(each for each in self.problems if subject(each) not in parameters),
             padding=(*self.padding, *(f"{name}: {self.lacking[name]}" for name in parameters)),
             lacking={name: said for name, said in self.lacking.items() if name not in parameters},
+            partly_filled=self.partly_filled - set(parameters),
         )
 
     @classmethod
@@ -103,6 +109,9 @@ class Findings:
                 for each in (*of_engine, *in_part)
                 if subject(each) not in unfilled
             },
+            partly_filled=frozenset(
+                name for name, (missing, of) in least_unfilled(coverage).items() if 0 < missing < of
+            ),
         )
 
 
@@ -138,5 +147,24 @@ def examine_names(
     every_name: give every name to every rank. The others are those of Findings.of. Raise RankFailed,
     UnsupportedEnvironment.
     """
+    groups = tuple(groups)
     ranks = examine(shape, groups, every_name)
-    return ranks, Findings.of(ranks, passed_over, target, buffers)
+    findings = Findings.of(ranks, passed_over, target, buffers)
+    return ranks, findings.excusing(_padded(shape, groups, findings.partly_filled))
+
+
+def _padded(shape: EngineShape, groups: Sequence[FusingGroup], parameters: Collection[str]) -> list[str]:
+    """Return those of the parameters that the same names fill whole in an engine of one rank.
+
+    What the ranks of a larger one lack is padding then, such as that of gpt-oss's experts at tp 2, where each rank's
+    part is rounded up.
+    """
+    if not parameters or shape.tp == 1:
+        return []
+    arguments = {name: value for name, value in shape.arguments.items() if name not in OF_MANY_RANKS}
+    one = replace(shape, arguments={**arguments, "tp_size": 1, "pp_size": 1}, tp=1, pp=1)
+    try:
+        (alone,) = examine(one, groups, every_name=False)
+    except RankFailed:  # then nothing is known about padding
+        return []
+    return [name for name in sorted(parameters) if alone.coverage.missing.get(name, (1, 1))[0] == 0]

@@ -52,8 +52,6 @@ class NameLists:
     """Of another shape, or of a dtype that loses bits."""
     by_design: tuple[Line, ...] = ()
     """What published checkpoints have too, and the engine passes over. It is no problem."""
-    padding: tuple[str, ...] = ()
-    """Parameters of the engine that are not filled whole though all arrives that transformers' class would save."""
 
     def __add__(self, other: "NameLists") -> "NameLists":
         """Return both: those of the target model, and of its draft model."""
@@ -62,7 +60,6 @@ class NameLists:
             unsent=self.unsent + other.unsent,
             misshapen=self.misshapen + other.misshapen,
             by_design=self.by_design + other.by_design,
-            padding=self.padding + other.padding,
         )
 
     @property
@@ -141,8 +138,7 @@ def lists_of(
     return NameLists(
         unexpected=tuple(grouped((name, f"{_shape(views[name], expected)}{about}") for name, about in unread.items())),
         by_design=tuple(grouped(passed_over, kind=lambda name: "")),
-        unsent=tuple(grouped(unfilled.names.items())),
-        padding=tuple(unfilled.padding),
+        unsent=tuple(grouped(unfilled.items())),
         misshapen=tuple(
             grouped(
                 (name, _unlike(views[name], expected.tensors.get(name), about))
@@ -208,16 +204,6 @@ class _Alike:
         return [] if layer == NO_LAYER else [layer, *(each for each, of in self.stands.items() if of == layer != each)]
 
 
-@dataclass(kw_only=True)
-class _Unfilled:
-    """What the engine's unfilled parameters lack."""
-
-    names: dict[str, str] = field(default_factory=dict)
-    """Name that would fill one, or the parameter itself where none is known -> what is said of it."""
-    padding: list[str] = field(default_factory=list)
-    """Parameters for which all arrives that transformers' class would save for them: the rest is padding."""
-
-
 def _unfilled(
     sent: Mapping[str, TensorView],
     lacking: Mapping[str, str],
@@ -225,12 +211,16 @@ def _unfilled(
     expected: Expected,
     fills: Fills,
     lost: Collection[str],
-) -> _Unfilled:
-    """Return what is not sent. lost: names that do not arrive, which tell by themselves what they leave unfilled."""
+) -> dict[str, str]:
+    """Return the name that would fill an unfilled parameter, or the parameter itself where none is known -> what is
+    said of it.
+
+    lost: names that do not arrive, which tell by themselves what they leave unfilled.
+    """
     of_pattern: dict[str, list[str]] = defaultdict(list)
     for name in expected.tensors or sent:
         of_pattern[without_numbers(name)].append(name)
-    found = _Unfilled()
+    found: dict[str, str] = {}
     for parameter, said in lacking.items():
         patterns, layers = fills.get(without_numbers(parameter), ()), alike.layers(parameter)
         names = [name for pattern, members in of_pattern.items() if pattern in patterns for name in members]
@@ -241,11 +231,9 @@ def _unfilled(
         due = [name for name in names if name not in sent]
         for name in due:
             view = expected.tensors.get(name)
-            found.names.setdefault(name, f"{_form(view)}, fills {parameter}" if view else f"fills {parameter}")
-        if not due and names and expected.tensors and not any(name in lost for name in names):
-            found.padding.append(parameter)
-        elif not due and not any(name in lost for name in names):
-            found.names[parameter] = said
+            found.setdefault(name, f"{_form(view)}, fills {parameter}" if view else f"fills {parameter}")
+        if not due and not any(name in lost for name in names):
+            found[parameter] = said
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from harness.config.engine_rules import OF_MANY_RANKS
 from harness.config.schema import Config
 from harness.rollout.defaults import engine_defaults
 from harness.rollout.graph_memory import captures_graphs
@@ -29,8 +30,6 @@ HARMLESS = frozenset(
     ]
 )
 """Arguments of sglang.Engine that change no number."""
-DP_ATTENTION = ("enable_dp_attention", "dp_size", "attn_dp_size")
-"""The last one is what releases from 0.5.22 on have for the first two."""
 TOGETHER = {
     "enable_dp_attention": ("dp_size",),
     "dp_size": ("enable_dp_attention",),
@@ -40,8 +39,6 @@ TOGETHER = {
     "speculative_algorithm": ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
 }
 """Argument -> those that make no sense without it."""
-OF_MANY_RANKS = frozenset([*DP_ATTENTION, "ep_size", "moe_a2a_backend", "attn_cp_size", "moe_dp_size"])
-"""Arguments that only an engine of several ranks takes."""
 GRAPHS_OFF = {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True, "disable_prefill_cuda_graph": True}
 """What turns the graphs of decoding and of prefill off; a release has one of the last two."""
 GRAPHS = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill")

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.config.layers import ConfigError
+from harness.config.model_fields import fields_of_file, json_object
 from harness.rollout.sglang_api.source import installed
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.fork_server import collecting_nothing
@@ -18,6 +20,11 @@ from harness.tools.verify.question import Options, check, is_sender
 from harness.tools.verify.server import TARGET, Server, ask_server
 
 SCRIPT = "launch/verify.py"
+SIZES = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts",
+)  # fmt: skip
+"""Of config.json: what a server's tensors and the checkpoint's must have in common."""
 
 
 def run(options: Options, words: Sequence[str]) -> int:
@@ -86,11 +93,28 @@ def _model_folder(options: Options, server: Server) -> Path:
 
 
 def _check_same_model(server: Server, folder: Path) -> None:
-    """Raise ConfigError if the server says that it serves another architecture."""
-    ours = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-    theirs = server.architectures
-    if theirs and ours and not {*theirs} & {*ours}:
+    """Raise ConfigError if the server serves another architecture, or was started from one of another size.
+
+    It tells the architecture; sizes are those of the path that it was started with, if that is on this machine too.
+    """
+    ours = json_object(folder / "config.json")
+    theirs, named = server.architectures, ours.get("architectures") or []
+    what = "give the weights of the model that it serves."
+    if theirs and named and not {*theirs} & {*named}:
         raise ConfigError(
-            f"{server.url} serves {', '.join(theirs)}, and {folder} is {shown(', '.join(map(str, ours)))}; give the weights of"
-            " the model that it serves."
+            f"{server.url} serves {', '.join(theirs)}, and {folder} is {shown(', '.join(map(str, named)))}; {what}"
         )
+    started_with = server.arguments.get("model_path")
+    if not isinstance(started_with, str) or server.arguments.get("json_model_override_args") not in ("{}", "", None):
+        return
+    here, there = _sizes(ours), _sizes(fields_of_file(started_with, "config.json", download=False))
+    if unlike := [name for name in SIZES if name in here and name in there and here[name] != there[name]]:
+        sizes = ", ".join(f"{name} {there[name]} and not {here[name]}" for name in unlike)
+        raise ConfigError(f"{shown(started_with)}, which {server.url} serves, is not {folder}: {sizes}; {what}")
+
+
+def _sizes(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes that a config.json has; of a multi-modal model those of its language part."""
+    inner = fields.get("text_config")
+    fields = {**fields, **inner} if isinstance(inner, dict) else fields
+    return {name: fields[name] for name in SIZES if type(fields.get(name)) is int}

@@ -187,7 +187,8 @@ def routing(folder: Path) -> dict[str, list[str]]:
 def mxfp4(folder: Path) -> dict[str, list[str]]:
     """gpt-oss at tp 8, where the last rank's part of each expert is half padding."""
     engine, layout = engine_of(folder, tp_size=8), list(trainer_layout(folder, torch.bfloat16))
-    return {name: found(engine, plant(layout), padded=True) for name, plant in MXFP4_FAULTS.items()}
+    faults = {name: found(engine, plant(layout), padded=True) for name, plant in MXFP4_FAULTS.items()}
+    return faults | {"mxfp4: each rank padded": found(engine_of(folder, tp_size=2), layout, padded=True)}
 
 
 def engine_of(folder: Path, tp_size: int, pp_size: int = 1, **arguments: object) -> "EngineShape":
@@ -198,8 +199,8 @@ def engine_of(folder: Path, tp_size: int, pp_size: int = 1, **arguments: object)
 def found(
     engine: "EngineShape", views: Sequence["TensorView"], every_name: bool = False, padded: bool = False
 ) -> list[str]:
-    """Return the problems of one engine with these tensors. padded: its last rank holds padding."""
-    findings = Findings.of(examine(engine, fusing_groups(views), every_name))
+    """Return the problems of one engine with these tensors. padded: its ranks, or the last one, hold padding."""
+    _, findings = examine_names(engine, fusing_groups(views), every_name=every_name)
     assert bool(findings.padding) == padded, findings.padding
     return list(findings.problems)
 
@@ -212,7 +213,7 @@ if __name__ == "__main__":
     import torch
 
     from harness.tools.full_size.draft_model import examine_draft, mtp_layout
-    from harness.tools.full_size.findings import Findings
+    from harness.tools.full_size.findings import examine_names
     from harness.tools.full_size.ranks_at_true_size import EngineShape, examine
     from harness.tools.full_size.trainer_names import trainer_layout
     from harness.weights.fusing import fusing_groups

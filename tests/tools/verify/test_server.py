@@ -10,12 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.verify import http_api
+from harness.tools.verify import command, http_api
 from harness.tools.verify.http_api import read_key
+from harness.tools.verify.question import Options
 from harness.tools.verify.server import ask_server, generate
 
 Answers = dict[str, Any]
@@ -26,6 +29,14 @@ OLD, OF_0_5_17 = (RECORDED[f"/weights_checker of {release}"] for release in ("0.
 UPDATED = OF_TWO | {"ranks": [OF_TWO["ranks"][0] | {"checksums": {"a": "0" * 16}}, OF_TWO["ranks"][1]]}
 MODEL = {"weight_version": "default", "architectures": ["Qwen2ForCausalLM"]}
 ADMIN = "the-admin-key"
+
+
+def write_model(folder: Path, **sizes: int) -> Path:
+    """Write a folder with a config.json and one tensor."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **sizes}))
+    save_file({"model.norm.weight": np.zeros(4, np.float32)}, folder / "model.safetensors")
+    return folder
 
 
 @contextmanager
@@ -91,6 +102,16 @@ def test_only_the_action_that_changes_nothing_is_asked_and_twice() -> None:
         ask_server(url)
     assert [body for path, body in seen if path == "/weights_checker"] == [{"action": "checksum"}] * 2
     assert {path for path, _ in seen} == {"/server_info", "/model_info", "/weights_checker"}
+
+
+def test_another_size_of_the_same_architecture_is_another_model(tmp_path: Path) -> None:
+    large = write_model(tmp_path / "large", hidden_size=128, num_hidden_layers=2)
+    small = write_model(tmp_path / "small", hidden_size=64, num_hidden_layers=2)
+    with (
+        a_server(OF_TWO, INFO | {"model_path": str(large)}) as url,
+        pytest.raises(ConfigError, match="hidden_size 128 and not 64; give the weights"),
+    ):
+        command.run(Options(server=url, weights=str(small)), [])
 
 
 def test_a_draft_model_is_a_role_of_its_own_in_both_forms() -> None:
