@@ -73,6 +73,17 @@ class Compared:
                 found.setdefault(rank.rank, told)
         return found
 
+    @property
+    def is_wrong_everywhere(self) -> bool:
+        return all(told != self.digests[rank.rank] for rank, told in self.tensor.told)
+
+    @property
+    def wrong_replicas(self) -> list[int]:
+        """Which engines hold something else, if data parallelism without DP attention has several; otherwise empty."""
+        if len(self.tensor.told) == len(self.tensor.made):
+            return []
+        return sorted({rank.dp_rank for rank, told in self.tensor.told if self.digests[rank.rank] != told})
+
 
 Unpredicted = dict[str, list[str]]
 """Reason -> the engine's tensors that could not be compared."""

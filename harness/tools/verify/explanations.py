@@ -34,8 +34,8 @@ from harness.weights.traced.held_tensors import Place
 
 TENSOR_SECONDS, ALL_SECONDS = 60.0, 600.0
 """How long explanations of one tensor, and of all together, are tried."""
-PADDING = "<padding>"
-"""Stands for what is in the padding; no checkpoint has such a name."""
+CONSTANT = "<constant>"
+"""Stands for elements of one value; no checkpoint has such a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,13 @@ class Explainer:
             end = began + min(TENSOR_SECONDS, ALL_SECONDS - self.spent)
             for rank, told in compared.wrong.items():
                 tried = partial(self._candidates, compared.tensor.made, rank, reader, older)
-                why = self._known(compared, rank, told) or self._tried(tried, told, found, end)
+                made = compared.tensor.made[rank].recipes()
+                why = (
+                    # First: many norms and biases are of one value, and then hold what others must hold, too.
+                    self._tried(partial(_of_one_value, *made, reader), told, found, end)
+                    or self._known(compared, rank, told)
+                    or self._tried(tried, told, found, end)
+                )
                 found.setdefault(why, []).append(rank)
         self.spent += time.monotonic() - began
         self.given_up += "" in found and time.monotonic() > end
@@ -107,7 +113,6 @@ class Explainer:
         self, made: Mapping[int, Made], rank: int, reader: Source, older: Source | None
     ) -> Iterator[Candidate]:
         recipe, scale = made[rank].recipes()
-        yield Candidate("it is all zero", _without_copies(recipe), scale, reader)
         names = list(_sources(recipe, scale))
         shapes = {name: self.stored[name].shape or () for name in names}
         if not names:
@@ -166,8 +171,14 @@ def _left_out(moved: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], s
         yield members, subject, "", None
 
 
-def _without_copies(recipe: Recipe) -> Recipe:
-    return Recipe.of(replace(recipe.held, copies=()))
+def _of_one_value(recipe: Recipe, scale: Recipe | None, reader: Source) -> Iterator[Candidate]:
+    """Yield the tensor as nothing but zeros, and as nothing but ones."""
+    held = recipe.held
+    yield Candidate("it is all zero", Recipe.of(replace(held, copies=())), scale, reader)
+    if held.dtype.is_floating_point and not scale:
+        source = _OneValue(reader, torch.ones(1).to(held.dtype))
+        ones = Recipe.of(replace(held, copies=((held.place, _constant(held.place, held.dtype)),)))
+        yield Candidate("it is all one, as SGLang makes a norm before anything is loaded", ones, None, source)
 
 
 def _with_shards_of(recipe: Recipe, other: Recipe, names: frozenset[str]) -> Recipe | None:
@@ -182,14 +193,14 @@ def _with_shards_of(recipe: Recipe, other: Recipe, names: frozenset[str]) -> Rec
 
 
 @dataclass(frozen=True, slots=True)
-class _Padded:
-    """A source that has one value for the padding."""
+class _OneValue:
+    """A source that has CONSTANT too, all of whose elements are one value."""
 
     source: Source
     value: torch.Tensor
 
     def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.value if name == PADDING else self.source.elements(name, start, stop)
+        return self.value if name == CONSTANT else self.source.elements(name, start, stop)
 
 
 def _paddings(
@@ -201,8 +212,8 @@ def _paddings(
         element = torch.tensor([value]).to(held.dtype)
         copies = tuple((place, _constant(place, held.dtype)) for place in held.zeros) + held.copies
         padded = Recipe.of(replace(held, copies=copies))
-        yield f"its padding is {said}, and not zero", (padded, scale, _Padded(reader, element))
+        yield f"its padding is {said}, and not zero", (padded, scale, _OneValue(reader, element))
 
 
 def _constant(place: Place, dtype: torch.dtype) -> TensorView:
-    return TensorView(name=PADDING, of=PADDING, dtype=dtype, shape=place.shape, stride=(0,) * len(place.shape))
+    return TensorView(name=CONSTANT, of=CONSTANT, dtype=dtype, shape=place.shape, stride=(0,) * len(place.shape))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.tools.full_size.compare import in_groups
+from harness.tools.full_size.compare import in_groups, ranges
 from harness.tools.verify.comparison import NOTHING, UNTOLD, Compared, Unpredicted
 from harness.tools.verify.explanations import called_ranks
 from harness.tools.verify.mistakes import called, kinds_of
@@ -35,9 +35,16 @@ class Different:
     def label(self) -> str:
         return self.compared.tensor.label
 
+    @property
+    def place(self) -> str:
+        """Where it differs: the ranks, and of which engines if data parallelism has several."""
+        replicas = self.compared.wrong_replicas
+        of = f" of DP replica{'s' * (len(replicas) > 1)} {ranges(replicas)}" if replicas else ""
+        return called_ranks(self.ranks) + of
+
     def reason(self) -> str:
         """Return on which ranks it differs, and why."""
-        return f"differs on {called_ranks(self.ranks)}: {self.why or 'cause unknown'}"
+        return f"differs on {self.place}: {self.why or 'cause unknown'}"
 
     def sentence(self) -> str:
         """Return the reason, and what fills the tensor."""
@@ -118,9 +125,9 @@ class Answer:
             return f"{len(self.refused)} of the names in {self.weights} fit no tensor of the server's class; first: {self.refused[0]}"
         if self.different:
             first = self.different[0]
-            alike = {(each.why, *each.ranks) for each in self.different}
+            alike = {(each.why, *each.ranks, *each.compared.wrong_replicas) for each in self.different}
             if not self.equal and len(alike) == 1:
-                on = f" on {called_ranks(first.ranks)}" if len(first.ranks) < len(first.compared.digests) else ""
+                on = "" if first.compared.is_wrong_everywhere else f" on {first.place}"
                 return (
                     f"none of the {self.compared} tensors of {where}{on} is what {self.weights} says:"
                     f" {first.why or 'another model, or other weights of it; cause unknown'}"
@@ -153,6 +160,7 @@ class Answer:
                     "tensor": each.compared.tensor.name,
                     "role": each.compared.tensor.role,
                     "ranks": each.ranks,
+                    "dp_replicas": each.compared.wrong_replicas,
                     "sources": each.sources,
                     "why": each.why,
                     "held": {str(rank): told for rank, told in each.compared.wrong.items()},

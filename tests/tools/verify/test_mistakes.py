@@ -4,7 +4,10 @@ from collections.abc import Callable
 
 import torch
 
+from harness.tools.verify.comparison import Compared, Tensor
 from harness.tools.verify.mistakes import changes, exchanges, expert_pairs, runs_of
+from harness.tools.verify.server import ServerRank
+from harness.tools.verify.verdict import Different
 
 EXPERTS = 8
 NAMES = [f"model.layers.1.mlp.experts.{number}.down_proj.weight" for number in range(EXPERTS)]
@@ -49,3 +52,14 @@ def test_float8_without_its_scale_and_norms_around_zero() -> None:
     sent = torch.tensor([0.5, -2.0, 1.25], dtype=torch.bfloat16)
     for left in (torch.tensor([112.0, -448.0, 288.0]), sent - 1, sent + 1):
         assert any(torch.equal(change(sent), left.bfloat16()) for change in tried)
+
+
+def test_the_engine_that_differs_is_named_where_data_parallelism_has_several() -> None:
+    told = []
+    for replica in range(2):
+        for rank in range(2):
+            place = ServerRank(role="target", rank=rank, tp_rank=rank, dp_rank=replica, pp_rank=0, checksums={})
+            told.append((place, "b" if (replica, rank) == (1, 0) else "a"))
+    tensor = Tensor(role="target", name="norm", told=tuple(told), made=dict.fromkeys(range(2)))  # type: ignore[arg-type]
+    different = Different(compared=Compared(tensor=tensor, digests={0: "a", 1: "a"}), sources=(), why="")
+    assert different.place == "rank 0 of DP replica 1"
