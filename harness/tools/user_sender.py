@@ -33,4 +33,5 @@ def yielded_by(source: str) -> Iterator[Any]:
 def words_of(error: BaseException) -> str:
     """Return what the user's code raised, and the line that did."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+    said = " ".join(str(error).split())  # an error of ours is one line
+    return f"{type(error).__name__}: {said} ({last.filename}:{last.lineno})"

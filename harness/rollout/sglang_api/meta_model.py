@@ -120,12 +120,15 @@ def reads_index(folder: Path) -> bool:
     return any(WEIGHT_INDEX in file.read_text(encoding="utf-8") for file, names in classes.items() if names & wanted)
 
 
-def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: bool = False) -> MetaRank:
+def build_on_meta(
+    folder: Path, arguments: Mapping[str, Any], rank: int, draft: bool = False, *, enlarged: bool = False
+) -> MetaRank:
     """Return one engine rank, with SGLang's quantization, placement of experts, and pipeline stage.
 
     folder: with config.json. arguments: SGLang's server arguments. rank: in the engine, stage by stage. draft: the
-    rank's draft model instead, which speculative_algorithm among the arguments asks for. Whatever SGLang itself raises
-    for a model that it cannot build passes through. Raise UnsupportedEnvironment for a release whose groups want what
+    rank's draft model instead, which speculative_algorithm among the arguments asks for. enlarged: with the sizes that
+    SGLang's CPU mode makes of those that do not divide over the ranks. Whatever SGLang itself raises for a model that
+    it cannot build passes through. Raise UnsupportedEnvironment for a release whose groups want what
     is not known here, and if SGLang would build another class than the one that it should.
     """
     server_arguments = load("srt/server_args.py", "ServerArgs")(
@@ -141,6 +144,9 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
         model_config = config_class.from_server_args(server_arguments, model_path=str(folder), is_draft_model=True)
     loader, load_config = _module("srt.model_loader.loader"), load("srt/configs/load_config.py", "LoadConfig")("dummy")
     heads = model_config.num_attention_heads
+    if enlarged:
+        adjust = _module("srt.configs.update_config").adjust_config_with_unaligned_cpu_tp
+        model_config = adjust(model_config, load_config, server_arguments.tp_size)
     _check_class(model_config)
     shapes_of_gpu(model_config.hf_config)
     quantization = loader._get_quantization_config(model_config, load_config)

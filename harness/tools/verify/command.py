@@ -16,15 +16,16 @@ from harness.runtime.working import working
 from harness.tools.environments import REPOSITORY
 from harness.tools.full_size.command import check_written, prepare_import
 from harness.tools.verify.http_api import read_key, shown
-from harness.tools.verify.question import Options, check, is_sender
+from harness.tools.verify.question import Options, check, is_sender, numbers_of
 from harness.tools.verify.server import TARGET, Server, ask_server
 
-SCRIPT = "launch/verify.py"
+SCRIPT, CONFIG = "launch/verify.py", "config.json"
+SERVED = "give the weights of the model that it serves."
 SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts",
 )  # fmt: skip
-"""Of config.json: what a server's tensors and the checkpoint's must have in common."""
+"""Of config.json: what a server and the checkpoint must have in common."""
 
 
 def run(options: Options, words: Sequence[str]) -> int:
@@ -39,6 +40,7 @@ def run(options: Options, words: Sequence[str]) -> int:
     with working(f"asking {shown(options.server)} for the hashes of its weights"):
         server = ask_server(options.server, key, options.seconds)
     _check_predictable(server)
+    _check_ranks(server, options)
     folder = _model_folder(options, server)
     _check_same_model(server, folder)
     if options.release and server.release not in ("", installed("sglang").version()):
@@ -55,6 +57,8 @@ def run(options: Options, words: Sequence[str]) -> int:
         Path(options.json).write_text(json.dumps(answer.table(), indent=1))
     for line in answer.lines():
         print(line)
+    if mistake := answer.mistake or (answer.different and other_sizes(server, folder)):
+        raise ConfigError(mistake)
     print(f"VERDICT: {answer.verdict()}")
     return answer.code
 
@@ -78,6 +82,16 @@ def _check_predictable(server: Server) -> None:
         )
 
 
+def _check_ranks(server: Server, options: Options) -> None:
+    """Raise ConfigError if --ranks names one that the server does not tell about."""
+    told = sorted({each.rank for each in server.ranks})
+    if absent := sorted((numbers_of("--ranks", options.ranks) or set()) - set(told)):
+        raise ConfigError(
+            f"--ranks {options.ranks}: {server.url} tells nothing about rank {absent[0]}; it tells about"
+            f" {', '.join(map(str, told))}."
+        )
+
+
 def _model_folder(options: Options, server: Server) -> Path:
     """Return the folder with the model's config.json. Raise ConfigError if there is none on this machine."""
     if options.model:
@@ -85,7 +99,7 @@ def _model_folder(options: Options, server: Server) -> Path:
     if not is_sender(options.weights):
         return Path(options.weights)
     path = server.arguments.get("model_path")
-    if isinstance(path, str) and (Path(path) / "config.json").is_file():
+    if isinstance(path, str) and (Path(path) / CONFIG).is_file():
         return Path(path)
     raise ConfigError(
         f"{shown(path)}, which {server.url} was started with, is no folder with a config.json here; name one by --model."
@@ -93,24 +107,27 @@ def _model_folder(options: Options, server: Server) -> Path:
 
 
 def _check_same_model(server: Server, folder: Path) -> None:
-    """Raise ConfigError if the server serves another architecture, or was started from one of another size.
-
-    It tells the architecture; sizes are those of the path that it was started with, if that is on this machine too.
-    """
-    ours = json_object(folder / "config.json")
-    theirs, named = server.architectures, ours.get("architectures") or []
-    what = "give the weights of the model that it serves."
-    if theirs and named and not {*theirs} & {*named}:
+    """Raise ConfigError if the server says that it serves another architecture."""
+    ours, theirs = json_object(folder / CONFIG).get("architectures") or [], server.architectures
+    if theirs and ours and not {*theirs} & {*ours}:
         raise ConfigError(
-            f"{server.url} serves {', '.join(theirs)}, and {folder} is {shown(', '.join(map(str, named)))}; {what}"
+            f"{server.url} serves {', '.join(theirs)}, and {folder} is {shown(', '.join(map(str, ours)))}; {SERVED}"
         )
-    started_with = server.arguments.get("model_path")
-    if not isinstance(started_with, str) or server.arguments.get("json_model_override_args") not in ("{}", "", None):
-        return
-    here, there = _sizes(ours), _sizes(fields_of_file(started_with, "config.json", download=False))
-    if unlike := [name for name in SIZES if name in here and name in there and here[name] != there[name]]:
-        sizes = ", ".join(f"{name} {there[name]} and not {here[name]}" for name in unlike)
-        raise ConfigError(f"{shown(started_with)}, which {server.url} serves, is not {folder}: {sizes}; {what}")
+
+
+def other_sizes(server: Server, folder: Path) -> str:
+    """Return that the server was started from a model of other sizes; "" if that is not known, or not so.
+
+    A server does not tell its sizes. They are those of the path that it was started with, if that is on this machine
+    too.
+    """
+    path = server.arguments.get("model_path")
+    if not isinstance(path, str) or server.arguments.get("json_model_override_args") not in ("{}", "", None):
+        return ""
+    here, there = _sizes(json_object(folder / CONFIG)), _sizes(fields_of_file(path, CONFIG, download=False))
+    unlike = [name for name in SIZES if name in here and name in there and here[name] != there[name]]
+    sizes = ", ".join(f"{name} is {there[name]} there and {here[name]} here" for name in unlike)
+    return f"{shown(path)}, which {server.url} was started with, is not {folder}: {sizes}; {SERVED}" if unlike else ""
 
 
 def _sizes(fields: Mapping[str, Any]) -> dict[str, int]:

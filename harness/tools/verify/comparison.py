@@ -90,6 +90,7 @@ Unpredicted = dict[str, list[str]]
 NOTHING = "nothing in the checkpoint fills it"
 UNKNOWN = "the class that predicts has no such tensor"
 UNTOLD = "the server does not tell its hash"
+UNTOLD_OF_DRAFT = f"{UNTOLD}, which is a draft model's"
 
 
 def tensors_of(engine: Engine, told: Sequence[ServerRank]) -> tuple[list[Tensor], Unpredicted]:
@@ -106,8 +107,9 @@ def tensors_of(engine: Engine, told: Sequence[ServerRank]) -> tuple[list[Tensor]
                 continue
             found[rank.role, name].append((rank, checksum))
             made[rank.role, name][rank.rank] = each
-        untold = prediction.nbytes.keys() - rank.checksums.keys() - {*prediction.dequantized.values()}
-        others[UNTOLD] |= dict.fromkeys(sorted(untold))
+        for name in sorted(prediction.nbytes.keys() - rank.checksums.keys() - {*prediction.dequantized.values()}):
+            reason = prediction.doubts.get(name) or (UNTOLD if rank.role == TARGET else UNTOLD_OF_DRAFT)
+            others[reason][name] = None
     tensors = [
         Tensor(role=role, name=name, told=tuple(ranks), made=made[role, name]) for (role, name), ranks in found.items()
     ]

@@ -19,6 +19,8 @@ from harness.rollout.sglang_api import probe
 from harness.rollout.sglang_api.source import installed
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.working import working
+from harness.tools.full_size.compare import ranges
+from harness.tools.full_size.findings import KV_CACHE_SCALES
 from harness.tools.full_size.ranks_at_true_size import NO_LAYER, layer_of
 from harness.tools.verify.comparison import UNKNOWN, UNTOLD, Compared, Engine, Tensor, Unpredicted, compare, tensors_of
 from harness.tools.verify.derived_tensors import Derived, look
@@ -101,7 +103,7 @@ def examine(options: Options, server: Server, key: str, folder: Path, scratch: P
     with seconds.taken_by("prediction"):
         engine = asked.predict()
     tensors, others = tensors_of(engine, asked.ranks)
-    _check_names(server, len(tensors), others, options)
+    _check_names(asked, engine, len(tensors), others, options.weights)
     with seconds.taken_by("hashes"):
         compared, read = asked.compare(tensors)
     with seconds.taken_by("prediction"):
@@ -120,7 +122,9 @@ def examine(options: Options, server: Server, key: str, folder: Path, scratch: P
         different = tuple(
             Different(compared=each, sources=sources_of(each), why=explainer.explain(each)) for each in wrong
         )
-    unseen = tuple(dict.fromkeys(name for each in engine.values() for name in each.derived))
+    unseen = tuple(
+        dict.fromkeys(name for each in engine.values() for name in each.derived if _is_chosen(name, options))
+    )
     with seconds.taken_by("log-probs"):
         derived = Derived() if different or not unseen else look(server, key, folder, weights, asked.stored)
     return Answer(
@@ -130,8 +134,8 @@ def examine(options: Options, server: Server, key: str, folder: Path, scratch: P
         equal=len(compared) - len(wrong),
         different=different,
         unpredicted=others,
-        # A rank that the server does not tell about, such as one of the next pipeline stage, may take them.
-        ignored=() if server.missing else _ignored_by_all(engine),
+        # A rank that is not asked about, such as one of the next pipeline stage, may take them.
+        ignored=() if server.missing or options.ranks else _ignored_by_all(engine),
         refused=tuple(
             dict.fromkeys(f"{name}: {said}" for each in engine.values() for name, said in each.refused.items())
         ),
@@ -188,13 +192,16 @@ def _holders(compared: Sequence[Compared]) -> dict[str, dict[int, str]]:
 
 def _ranks(server: Server, options: Options) -> tuple[ServerRank, ...]:
     """Return the ranks that are asked about, with the tensors of the chosen layers. Raise ConfigError if the server
-    tells about none of them.
+    does not tell about one of these layers.
     """
-    chosen = numbers_of("--ranks", options.ranks)
+    chosen, layers = numbers_of("--ranks", options.ranks), numbers_of("--layers", options.layers)
     ranks = [each for each in server.ranks if chosen is None or each.rank in chosen]
-    if not ranks:
-        told = sorted({each.rank for each in server.ranks})
-        raise ConfigError(f"--ranks {options.ranks}: {server.url} tells about ranks {', '.join(map(str, told))}.")
+    told = {layer_of(name) for each in ranks for name in each.checksums} - {NO_LAYER}
+    if absent := sorted((layers or set()) - told):
+        raise ConfigError(
+            f"--layers {options.layers}: {server.url} tells nothing about layer {absent[0]}; it tells about"
+            f" {ranges(sorted(told))}."
+        )
     return tuple(
         replace(each, checksums={name: told for name, told in each.checksums.items() if _is_chosen(name, options)})
         for each in ranks
@@ -229,18 +236,37 @@ def _arguments(server: Server) -> dict[str, Any]:
     }
 
 
-def _check_names(server: Server, known: int, others: Unpredicted, options: Options) -> None:
-    """Raise ConfigError if the server's tensors are for the most part none that the model has, or the other way
-    round.
+def _check_names(asked: Asked, engine: Engine, known: int, others: Unpredicted, weights: str) -> None:
+    """Raise ConfigError if the weights are not those of the server's model, by their names.
+
+    known: how many tensors can be compared. Raise UnsupportedEnvironment if none can for another reason.
     """
-    unknown, untold = len(others.get(UNKNOWN, ())), len(others.get(UNTOLD, ()))
-    if max(unknown, untold) > known:
-        raise ConfigError(
-            f"{server.url} and {options.weights} are not of one model: {known} tensors have the same name, {unknown} are the"
-            f" server's alone and {untold} the other's; give the weights of the model that it serves."
-        )
+    server, unknown, untold = asked.server, others.get(UNKNOWN, ()), others.get(UNTOLD, ())
+    not_one_model = f"{server.url} and {weights} are not of one model"
+    what = "give the weights of the model that it serves."
     if not known:
+        taken = {
+            name for each in engine.values() for name in asked.stored if name not in {*each.ignored, *each.refused}
+        }
+        if not taken:
+            raise ConfigError(
+                f"none of the {len(asked.stored)} names in {weights} is one that the server's class takes; first:"
+                f" {shown(next(iter(asked.stored)))}. Give the names that checkpoints of the model have."
+            )
         raise UnsupportedEnvironment(f"no tensor of {server.url} can be predicted, so nothing is known about it.")
+    if max(len(unknown), len(untold)) > known:
+        raise ConfigError(
+            f"{not_one_model}: {known} tensors have the same name, {len(unknown)} are the server's alone and"
+            f" {len(untold)} the other's; {what}"
+        )
+    if server.release != installed("sglang").version():
+        return  # another release may call them otherwise
+    if lacked := [name for name in untold if not name.endswith(KV_CACHE_SCALES)]:
+        more = f" (and {len(lacked) - 1} more like it)" if len(lacked) > 1 else ""
+        raise ConfigError(f"{not_one_model}: the server has no {lacked[0]}{more}; {what}")
+    layers = {layer_of(name) for each in engine.values() for name in each.nbytes}
+    if beyond := sorted({layer_of(name) for name in unknown} - layers - {NO_LAYER}):
+        raise ConfigError(f"{not_one_model}: the server has layer {ranges(beyond)} too; {what}")
 
 
 def _ignored_by_all(engine: Engine) -> tuple[str, ...]:

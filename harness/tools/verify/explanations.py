@@ -25,6 +25,7 @@ from harness.tools.verify.mistakes import (
     expert_pairs,
     runs_of,
     sets_of,
+    swaps_in_an_expert,
     whole,
 )
 from harness.tools.verify.values import CheckpointReader, Recipe, Source, digest
@@ -72,13 +73,14 @@ class Explainer:
             older = stack.enter_context(closing(CheckpointReader(self.was))) if self.was else None
             end = began + min(TENSOR_SECONDS, ALL_SECONDS - self.spent)
             for rank, told in compared.wrong.items():
-                tried = partial(self._candidates, compared.tensor.made, rank, reader, older)
-                made = compared.tensor.made[rank].recipes()
+                made = compared.tensor.made
+                old = self._old(made[rank], reader, older) if older else []
+                simple = partial(_simplest, old, made[rank], reader)
+                others = partial(self._candidates, old, made, rank, reader)
                 why = (
-                    # First: many norms and biases are of one value, and then hold what others must hold, too.
-                    self._tried(partial(_of_one_value, *made, reader), told, found, end)
+                    self._tried(simple, told, found, end)
                     or self._known(compared, rank, told)
-                    or self._tried(tried, told, found, end)
+                    or self._tried(others, told, found, end)
                 )
                 found.setdefault(why, []).append(rank)
         self.spent += time.monotonic() - began
@@ -109,32 +111,43 @@ class Explainer:
                 break
         return ""
 
+    def _old(self, made: Made, reader: Source, older: Source) -> list[Candidate]:
+        """Return the tensor with what may not have been updated: first with all of it."""
+        recipe, scale = made.recipes()
+        names = _sources(recipe, scale)
+        shapes = {name: self.stored[name].shape or () for name in names}
+        return [
+            Candidate(
+                f"{subject} kept the values of --was{said}",
+                recipe,
+                scale,
+                PartlyOld(reader, older, members, shapes, half),
+            )
+            for members, subject, said, half in _left_out(self._moved(shapes, reader, older), len(names))
+        ]
+
     def _candidates(
-        self, made: Mapping[int, Made], rank: int, reader: Source, older: Source | None
+        self, old: Sequence[Candidate], made: Mapping[int, Made], rank: int, reader: Source
     ) -> Iterator[Candidate]:
+        yield from old[1:]
         recipe, scale = made[rank].recipes()
         names = list(_sources(recipe, scale))
         shapes = {name: self.stored[name].shape or () for name in names}
         if not names:
             return
         sets = list(sets_of(names, len(names)))
-        if older:
-            moved = self._moved(shapes, reader, older)
-            for members, subject, said, half in _left_out(moved, len(names)):
-                source = PartlyOld(reader, older, members, shapes, half)
-                yield Candidate(f"{subject} kept the values of --was{said}", recipe, scale, source)
         everywhere = list(dict.fromkeys(name for each in made.values() for name in _sources(*each.recipes())))
         for why, instead in exchanges(everywhere, {name: self.stored[name].shape or () for name in everywhere}):
-            yield Candidate(why, recipe, scale, Exchanged(reader, instead))
-        for members, subject in sets:
-            for said, change in changes():
-                yield Candidate(f"{subject} {said}", recipe, scale, Changed(reader, members, shapes, change))
-        for why, instead in expert_pairs(everywhere):
             yield Candidate(why, recipe, scale, Exchanged(reader, instead))
         for other in made.keys() - {rank}:
             for members, subject in sets:
                 if mixed := _with_shards_of(recipe, made[other].recipes()[0], members):
                     yield Candidate(f"{subject} arrived as the shard of rank {other}", mixed, scale, reader)
+        for members, subject in sets:
+            for said, change in changes():
+                yield Candidate(f"{subject} {said}", recipe, scale, Changed(reader, members, shapes, change))
+        for why, instead in chain(swaps_in_an_expert(names, shapes), expert_pairs(everywhere)):
+            yield Candidate(why, recipe, scale, Exchanged(reader, instead))
         yield from (Candidate(why, *padded) for why, padded in _paddings(recipe, scale, reader))
 
     def _moved(self, shapes: Mapping[str, tuple[int, ...]], reader: Source, older: Source) -> list[str]:
@@ -171,8 +184,13 @@ def _left_out(moved: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], s
         yield members, subject, "", None
 
 
-def _of_one_value(recipe: Recipe, scale: Recipe | None, reader: Source) -> Iterator[Candidate]:
-    """Yield the tensor as nothing but zeros, and as nothing but ones."""
+def _simplest(old: Sequence[Candidate], made: Made, reader: Source) -> Iterator[Candidate]:
+    """Yield the tensor as it was before, as nothing but zeros, and as nothing but ones.
+
+    They are tried before hashes are looked up: many norms and biases are of one value, and others must hold the same.
+    """
+    yield from old[:1]
+    recipe, scale = made.recipes()
     held = recipe.held
     yield Candidate("it is all zero", Recipe.of(replace(held, copies=())), scale, reader)
     if held.dtype.is_floating_point and not scale:

@@ -33,6 +33,8 @@ from harness.tools.verify.sender import write_tensors
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 SCRIPT = REPOSITORY / "launch" / "verify.py"
+HINT = "give --was FOLDER, the version before,", "give remember=True"
+"""What launch/verify.py advises, and what that is in a script."""
 
 
 class NotVerified(RuntimeError):
@@ -126,7 +128,7 @@ class ServerCheck:
                     told.append(line.rstrip())
             answer.seek(0)
             lines = answer.read().splitlines() if child.returncode in (0, 1) else told[-1:]
-        named = [each.replace(folder, "the trainer") for each in lines]
+        named = [each.replace(folder, "the trainer").replace(*HINT) for each in lines]
         if self._before:
             named = [each.replace("--was", "the call before") for each in named]
         return Verdict(code=child.returncode, lines=tuple(named))

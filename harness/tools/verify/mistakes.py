@@ -124,6 +124,7 @@ def _layers_of(names: Sequence[str]) -> dict[str, list[str]]:
 def changes() -> Iterator[tuple[str, Change]]:
     """Yield what may become of a tensor on its way, each with the phrase that follows its name."""
     yield "arrived as zeros, or never", torch.zeros_like
+    yield "arrived as ones, or never", torch.ones_like
     yield "arrived transposed", _transposed
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         yield f"arrived rounded to {str(dtype).removeprefix('torch.')}", _rounded(dtype)
@@ -147,8 +148,8 @@ def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[
     for parts in (_layers_of(names), kinds) if len(_layers_of(names)) < len(kinds) else (kinds,):
         for first, second in combinations(parts.values(), 2):
             if [shapes[name] for name in first] == [shapes[name] for name in second]:
-                like = " of every expert" if ".experts." in first[0] else ""
-                yield f"{first[0]} and {second[0]} are in each other's place{like}", _swap(first, second)
+                each = ", in every expert" if ".experts." in first[0] else ""
+                yield f"{first[0]} and {second[0]} are in each other's place{each}", _swap(first, second)
     experts = _by_number(names)
     numbers = list(experts)
     for order, said in _expert_orders(numbers):
@@ -160,6 +161,14 @@ def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[
                 for name, other in zip(experts[to], experts[source], strict=True)
             },
         )
+
+
+def swaps_in_an_expert(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield two tensors of one expert, such as its gate_proj and up_proj, that may be in each other's place."""
+    for own in _by_number(names).values():
+        for one, other in combinations(own, 2):
+            if shapes[one] == shapes[other]:
+                yield f"{one} and {other} are in each other's place", _swap([one], [other])
 
 
 def expert_pairs(names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:

@@ -52,6 +52,8 @@ def check(options: Options) -> None:
         check_folder("--weights", Path(options.weights), config=not options.model)
     if options.was:
         check_folder("--was", Path(options.was), config=False)
+        if not is_sender(options.weights) and Path(options.was).samefile(options.weights):
+            raise ConfigError(f"--was {options.was} is --weights itself; give the folder of the version before.")
     if options.model and not (Path(options.model) / "config.json").is_file():
         raise ConfigError(f"--model {options.model} must be a folder with a config.json.")
 

@@ -135,7 +135,7 @@ def _predict_rank(
     if models.on_gpu:
         AssumedGpu().answer()
     is_draft = role != TARGET
-    model = meta_model.build_on_meta(models.folder, models.arguments, rank, is_draft).model
+    model = meta_model.build_on_meta(models.folder, models.arguments, rank, is_draft, enlarged=not models.on_gpu).model
     stages = models.arguments.get("pp_size") or 1
     # Without a draft model nothing is shared, and a pipeline stage has only one of them to hand out.
     shared = meta_model.embedding_and_head(model, stages) if models.arguments.get("speculative_algorithm") else {}

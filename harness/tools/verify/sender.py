@@ -3,7 +3,7 @@ because a rank's tensors are made of parts that come at any time.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -48,11 +48,7 @@ def write_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], folder: Pat
         pending.clear()
 
     held = 0
-    for name, tensor in named_tensors:
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ConfigError(
-                f"a sender must yield (name, tensor), got ({type(name).__name__}, {type(tensor).__name__})."
-            )
+    for name, tensor in _pairs(named_tensors):
         whole = _gathered(tensor.detach())
         if not keep:
             continue
@@ -70,6 +66,19 @@ def write_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], folder: Pat
         raise ConfigError("the sender yields no tensor.")
     if keep:
         (folder / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def _pairs(named_tensors: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a sender gives. Raise ConfigError for what is no pair of a name and a tensor."""
+    what = "a sender must yield (name, tensor)"
+    if isinstance(named_tensors, Mapping) or not isinstance(named_tensors, Iterable):
+        items = "; return its .items()" if isinstance(named_tensors, Mapping) else ""
+        raise ConfigError(f"{what}, and gives a {type(named_tensors).__name__}{items}.")
+    for item in named_tensors:
+        pair = item if isinstance(item, tuple | list) else (item,)
+        if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], torch.Tensor):
+            raise ConfigError(f"{what}, and yields ({', '.join(type(each).__name__ for each in pair)}).")
+        yield pair[0], pair[1]
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,21 @@
 """What was found out about a server: the lines that are printed, the verdict, and the table that --json writes."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from harness.tools.full_size.compare import in_groups, ranges
+from harness.tools.full_size.findings import KV_CACHE_SCALES
+from harness.tools.full_size.ranks_at_true_size import layer_of
 from harness.tools.verify.comparison import NOTHING, UNTOLD, Compared, Unpredicted
 from harness.tools.verify.explanations import called_ranks
 from harness.tools.verify.mistakes import called, kinds_of
+from harness.tools.verify.rank_predictions import IN_PART
 from harness.tools.verify.server import Server
-from harness.weights.tensor_view import without_numbers
 
 SHOWN = 12
 """How many lines of each kind are printed; the JSON has all."""
-KV_CACHE_SCALES = (".k_scale", ".v_scale")
-"""Parameters that checkpoints need not have: without them SGLang takes 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +54,17 @@ class Different:
 
 
 def sentences(different: Sequence[Different]) -> list[str]:
-    """Return one sentence for all tensors that differ in the same way and whose names differ in numbers alone."""
-    alike: dict[tuple[str, str], list[Different]] = {}
+    """Return one sentence for all tensors of which the same can be said but for the number of their layer."""
+    alike: dict[str, list[Different]] = {}
     for each in different:
-        alike.setdefault((without_numbers(each.label), without_numbers(each.sentence())), []).append(each)
-    return [
-        f"{group[0].label} {group[0].sentence()}"
-        + (f"; and {len(group) - 1} like it in other layers" if len(group) > 1 else "")
-        for group in alike.values()
-    ]
+        said, layer = f"{each.label} {each.sentence()}", layer_of(each.compared.tensor.name)
+        alike.setdefault(re.sub(rf"(?<=\.)(layers|h|blocks)\.{layer}(?=\.)", r"\1.*", said), []).append(each)
+    return [f"{group[0].label} {group[0].sentence()}{_also_in(group[1:])}" for group in alike.values()]
+
+
+def _also_in(others: Sequence[Different]) -> str:
+    layers = sorted(layer_of(each.compared.tensor.name) for each in others)
+    return f"; also in layer{'s' * (len(layers) > 1)} {ranges(layers)}" if layers else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,18 +100,35 @@ class Answer:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """The engine's parameters that nothing in the weights fills, though a server cannot do without."""
-        return tuple(name for name in self.unpredicted.get(NOTHING, ()) if not name.endswith(KV_CACHE_SCALES))
+        """The engine's parameters that the weights do not fill, or not whole, though a server cannot do without."""
+        names = (*self.unpredicted.get(IN_PART, ()), *self.unpredicted.get(NOTHING, ()))
+        return tuple(name for name in names if not name.endswith(KV_CACHE_SCALES))
+
+    @property
+    def mistake(self) -> str:
+        """What is wrong with the weights, and not with the server, as a sentence; "" if nothing is."""
+        if self.refused:
+            return f"{len(self.refused)} of the names in {self.weights} fit no tensor of the server's class; first: {self.refused[0]}"
+        if self.lost and not self.different:
+            more = f" (and {len(self.lost) - 1} more like it)" if len(self.lost) > 1 else ""
+            ignored = f"; it ignores {len(self.ignored)}, such as {self.ignored[0]}" if self.ignored else ""
+            return (
+                f"{self.weights} does not fill {self.lost[0]}{more} of the server's class{ignored}. Give all names that a"
+                " checkpoint of the model has."
+            )
+        return ""
 
     @property
     def code(self) -> int:
-        """The exit code."""
-        return int(bool(self.different or self.refused or self.lost or self.computed_wrong))
+        """The exit code, unless there is a mistake."""
+        return int(bool(self.different or self.computed_wrong))
 
     def lines(self) -> Iterator[str]:
         """Yield the lines above the verdict."""
         yield from self.notes
-        yield from _some([f"{self.weights}: {each}" for each in self.refused])
+        if self.refused:  # of what these fill nothing is known
+            yield from _some([f"{self.weights}: {each}" for each in self.refused])
+            return
         yield from _some(sentences(self.different))
         for reason, names in self.unpredicted.items():
             title = f"not compared, as {reason}"
@@ -121,8 +141,8 @@ class Answer:
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
         where = f"{self.server.url}{self.part}"
-        if self.refused:
-            return f"{len(self.refused)} of the names in {self.weights} fit no tensor of the server's class; first: {self.refused[0]}"
+        if self.mistake:
+            return self.mistake
         if self.different:
             first = self.different[0]
             alike = {(each.why, *each.ranks, *each.compared.wrong_replicas) for each in self.different}
@@ -136,8 +156,6 @@ class Answer:
                 f"{len(self.different)} of {self.compared} tensors of {where} are not what {self.weights} says; first:"
                 f" {first.label} {first.reason()}"
             )
-        if self.lost:
-            return f"nothing in {self.weights} fills {len(self.lost)} tensor(s) of the server's class; first: {self.lost[0]}"
         equal = f"all {self.compared} tensors of {where} that could be compared are what {self.weights} says"
         left = sum(len(names) for reason, names in self.unpredicted.items() if reason != UNTOLD)
         rest = f"; {left} could not be compared" if left else ""

@@ -31,4 +31,4 @@ def test_it_is_silent_after_a_right_update_and_names_what_broken_ones_left(tmp_p
     stale, no_numbers = why["each_rank_in_its_own_way"].split("; ")
     assert stale == "on rank 0, model.layers.1.self_attn.k_proj.weight kept the values of --was"
     assert no_numbers == "on rank 1, model.layers.1.self_attn.k_proj.weight arrived as NaN"
-    assert "are in each other's place of every expert" in why["gate_up_swapped"]
+    assert "are in each other's place, in every expert" in why["gate_up_swapped"]

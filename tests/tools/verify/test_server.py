@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -107,11 +108,24 @@ def test_only_the_action_that_changes_nothing_is_asked_and_twice() -> None:
 def test_another_size_of_the_same_architecture_is_another_model(tmp_path: Path) -> None:
     large = write_model(tmp_path / "large", hidden_size=128, num_hidden_layers=2)
     small = write_model(tmp_path / "small", hidden_size=64, num_hidden_layers=2)
-    with (
-        a_server(OF_TWO, INFO | {"model_path": str(large)}) as url,
-        pytest.raises(ConfigError, match="hidden_size 128 and not 64; give the weights"),
-    ):
-        command.run(Options(server=url, weights=str(small)), [])
+    with a_server(OF_TWO, INFO | {"model_path": str(large)}) as url:
+        server = ask_server(url)
+    assert "hidden_size is 128 there and 64 here" in command.other_sizes(server, small)
+    assert not command.other_sizes(server, large)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"ranks": "0,5"}, "tells nothing about rank 5; it tells about 0, 1"),
+        ({"was": "small"}, "is --weights itself"),
+    ],
+)
+def test_a_command_line_that_compares_nothing_is_refused(words: dict[str, str], said: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "small", hidden_size=64)
+    words = {name: str(folder) if value == "small" else value for name, value in words.items()}
+    with a_server(OF_TWO) as url, pytest.raises(ConfigError, match=re.escape(said)):
+        command.run(Options(server=url, weights=str(folder), **words), [])
 
 
 def test_a_draft_model_is_a_role_of_its_own_in_both_forms() -> None:

@@ -37,7 +37,7 @@ MODELS: dict[str, Make] = {
     "llama": _tiny("llama", "bfloat16"),
     "qwen3_tied": _tiny("qwen3", "bfloat16", tie_word_embeddings=True),
     "gemma3": _gemma,
-    "qwen3_moe": _tiny("qwen3_moe", "float32"),
+    "qwen3_moe": _tiny("qwen3_moe", "float32", moe_intermediate_size=48),  # SGLang's CPU mode makes 64 of it
     "deepseek_v3": _tiny("deepseek_v3", "bfloat16"),
     "glm4_moe": partial(save_newer_model, "glm4_moe"),
 }
