@@ -29,7 +29,7 @@ from harness.tools.verify.http_api import shown
 from harness.tools.verify.question import Options, is_sender, numbers_of
 from harness.tools.verify.rank_predictions import CannotPredict, EngineModels, layout_of, predict
 from harness.tools.verify.sender import write_checkpoint
-from harness.tools.verify.server import Server, ServerRank
+from harness.tools.verify.server import TARGET, Server, ServerRank
 from harness.tools.verify.verdict import Answer, Different
 from harness.weights.checkpoint_headers import Stored, read_headers
 
@@ -131,6 +131,7 @@ def examine(options: Options, server: Server, key: str, folder: Path, scratch: P
         server=server,
         weights=options.weights,
         predicted_with=installed("sglang").version(),
+        ranks=sum(each.role == TARGET for each in asked.ranks),
         equal=len(compared) - len(wrong),
         different=different,
         unpredicted=others,

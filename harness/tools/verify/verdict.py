@@ -12,7 +12,7 @@ from harness.tools.verify.comparison import NOTHING, UNTOLD, Compared, Unpredict
 from harness.tools.verify.explanations import called_ranks
 from harness.tools.verify.mistakes import called, kinds_of
 from harness.tools.verify.rank_predictions import IN_PART
-from harness.tools.verify.server import Server
+from harness.tools.verify.server import TARGET, Server
 
 SHOWN = 12
 """How many lines of each kind are printed; the JSON has all."""
@@ -76,6 +76,8 @@ class Answer:
     """As the user gave it."""
     predicted_with: str
     """The release whose class predicted."""
+    ranks: int
+    """How many ranks were asked about."""
     equal: int
     """Tensors that all asked ranks hold as they must."""
     different: tuple[Different, ...]
@@ -156,7 +158,11 @@ class Answer:
                 f"{len(self.different)} of {self.compared} tensors of {where} are not what {self.weights} says; first:"
                 f" {first.label} {first.reason()}"
             )
-        equal = f"all {self.compared} tensors of {where} that could be compared are what {self.weights} says"
+        all_ranks = sum(each.role == TARGET for each in self.server.ranks) + len(self.server.missing)
+        ranks = f"{self.ranks} of {all_ranks} rank{'s' * (all_ranks > 1)}"
+        equal = (
+            f"all {self.compared} tensors of {where} that could be compared are what {self.weights} says, on {ranks}"
+        )
         left = sum(len(names) for reason, names in self.unpredicted.items() if reason != UNTOLD)
         rest = f"; {left} could not be compared" if left else ""
         if self.computed_wrong:
