@@ -93,9 +93,9 @@ class Answer:
     @property
     def code(self) -> int:
         """The exit code."""
-        return int(
-            bool(self.cannot_build or self.unfit or self.problems or (self.whole and not self.whole.memory.fits))
-        )
+        wrong_names = self.exported and self.exported.lists.wrong
+        unfitting = self.whole and not self.whole.memory.fits
+        return int(bool(self.cannot_build or self.unfit or self.problems or wrong_names or unfitting))
 
     @property
     def rates(self) -> Rates:

@@ -111,6 +111,18 @@ class Expected:
     without_shape: Collection[str] = ()
     """Names of the export of which no shape is known: they are only taken or not."""
 
+    def other_sizes(self, sent: Iterable[TensorView]) -> dict[str, str]:
+        """Return the names that have more or fewer elements than transformers' class has -> what is said of them.
+
+        Not every loader complains: gpt-oss's fills what it can of half a bias, and leaves the rest as padding.
+        """
+        known = {view.name: (view, self.tensors[view.name]) for view in sent if view.name in self.tensors}
+        return {
+            name: f"sent as {list(view.shape)}, expected {list(due.shape)}"
+            for name, (view, due) in known.items()
+            if view.numel != due.numel and name not in self.by_design
+        }
+
 
 def lists_of(
     sent: Sequence[TensorView], ranks: Sequence[EngineRank], findings: Findings, expected: Expected, fills: Fills
@@ -134,6 +146,7 @@ def lists_of(
     wrong_shape = {
         name: about for name, about in alike.whole(wrong_shape).items() if name not in expected.without_shape
     }
+    wrong_shape = expected.other_sizes(view for view in sent if view.name not in unread) | wrong_shape
     unfilled = _unfilled(views, findings.lacking, alike, expected, fills, wrong_shape.keys() | unread.keys())
     return NameLists(
         unexpected=tuple(grouped((name, f"{_shape(views[name], expected)}{about}") for name, about in unread.items())),

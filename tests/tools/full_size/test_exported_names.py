@@ -12,8 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from harness.config.layers import ConfigError
+from harness.tools.full_size.export_answer import ExportAnswer
 from harness.tools.full_size.exported_names import call_function, read_export
+from harness.tools.full_size.findings import Findings
 from harness.tools.full_size.model_and_options import Options, read_question
+from harness.tools.full_size.model_verdict import Answer
+from harness.tools.full_size.name_lists import Expected, lists_of
+from harness.weights.tensor_view import TensorView
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LISTS = ("sent_and_not_expected", "expected_and_not_sent", "other_shapes_or_dtypes")
@@ -140,6 +145,19 @@ def test_what_is_neither_file_nor_function_or_would_be_unpickled_is_refused(tmp_
             read_export(source)
     with pytest.raises(ConfigError, match="one engine"):
         read_question("deepseek_v3_bf16", Options(names="a:b", nnodes=2, tp=16), (), tmp_path)
+
+
+def test_half_a_bias_is_named_though_the_loader_takes_it_for_padded() -> None:
+    due = TensorView.whole("model.layers.0.mlp.experts.gate_up_proj_bias", torch.bfloat16, (4, 16))
+    half = TensorView.whole(due.name, torch.bfloat16, (4, 8))
+    silent = Findings(problems=(), padding=(), untold=(), kv_cache_scales=False)
+    lists = lists_of([half], [], silent, Expected(tensors={due.name: due}), {})
+    assert [line.about for line in lists.misshapen] == [
+        "sent as bfloat16 [4, 8], expected bfloat16 [4, 16]: 1/2 of axis 1, as a shard has"
+    ]
+    found = ExportAnswer(ranks=(), findings=silent, draft=None, lists=lists, causes=())
+    question = read_question("gpt_oss_120b", Options(), (), Path())
+    assert Answer(name="gpt_oss_120b", options=Options(), question=question, findings=silent, exported=found).code == 1
 
 
 SENDER = """
