@@ -41,6 +41,8 @@ class MtpNames:
     """The matrix that joins a token's embedding and the hidden state: hidden size x twice that."""
     copies: tuple[str, ...] = ()
     """Copies of the model's embedding and head. SGLang ignores them: it takes the target's own."""
+    has_copies: bool = False
+    """Every checkpoint of the family has them, and not some alone, as GLM-4.5 and not GLM-4.6."""
     counts_on: bool = True
     """The layers are numbered on from the decoder layers, and not from zero."""
 
@@ -50,6 +52,7 @@ DEEPSEEK = MtpNames(
     number="num_nextn_predict_layers",
     norms=("model.layers.{n}.enorm", "model.layers.{n}.hnorm", "model.layers.{n}.shared_head.norm"),
     projection="model.layers.{n}.eh_proj",
+    copies=("model.layers.{n}.embed_tokens", "model.layers.{n}.shared_head.head"),
 )
 QWEN = MtpNames(
     layer="mtp.layers.{n}",
@@ -58,7 +61,7 @@ QWEN = MtpNames(
     projection="mtp.fc",
     counts_on=False,
 )
-WITH_COPIES = replace(DEEPSEEK, copies=("model.layers.{n}.embed_tokens", "model.layers.{n}.shared_head.head"))
+WITH_COPIES = replace(DEEPSEEK, has_copies=True)
 FAMILIES = {
     "DeepseekV3ForCausalLM": WITH_COPIES,
     "DeepseekV32ForCausalLM": WITH_COPIES,
@@ -165,7 +168,8 @@ def _one_layer(names: MtpNames, number: int, like: int, sent: Sequence[TensorVie
         if layer_of(view.name) == like:
             yield replace(view, name=_moved(view.name, names, number), of=_moved(view.of, names, number))
     shapes: dict[str, tuple[int, ...]] = {name: (hidden,) for name in names.norms}
-    shapes |= {names.projection: (hidden, 2 * hidden)} | {name: embedding.shape for name in names.copies}
+    shapes |= {names.projection: (hidden, 2 * hidden)}
+    shapes |= {name: embedding.shape for name in names.copies if names.has_copies}
     for path, shape in shapes.items():
         name = f"{path.format(n=number)}.weight"
         stride = tuple(torch.empty(shape, device="meta").stride())

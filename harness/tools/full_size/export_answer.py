@@ -14,7 +14,7 @@ from harness.tools.full_size.checkpoint_beside import is_of_mtp_layer, passed_ov
 from harness.tools.full_size.draft_model import DraftModel, copies_in, examine_draft, mtp_layout, one_layer_of_each_kind
 from harness.tools.full_size.export_causes import Suspects, causes_of
 from harness.tools.full_size.exported_names import Export
-from harness.tools.full_size.findings import Findings, examine_names
+from harness.tools.full_size.findings import Findings, examine_names, subject
 from harness.tools.full_size.model_and_options import read_fields
 from harness.tools.full_size.name_lists import UNKNOWN_NAME, Expected, Fills, NameLists, fills_of, lists_of
 from harness.tools.full_size.ranks_at_true_size import EngineRank, EngineShape, examine
@@ -32,6 +32,8 @@ class ExportAnswer:
     draft: DraftModel | None
     lists: NameLists
     causes: tuple[str, ...]
+    without_shape: int = 0
+    """Of how many names neither dtype nor shape is known."""
 
     def as_lines(self) -> Iterator[str]:
         """Yield the lists, and what is certain about their cause."""
@@ -103,7 +105,12 @@ class ExportQuestion:
         draft = self._draft(shape, ranks, views)
         fills = self._fills(shape, ranks, findings, draft)
         lists = lists_of(views, ranks, findings, self.expected, fills)
+        findings = self._without_what_is_not_known(findings)
         if draft:
+            to_draft = {view.name for view in draft.mtp}  # the target passes these over, and the draft model reads them
+            lists = replace(
+                lists, by_design=tuple(line for line in lists.by_design if not to_draft.issuperset(line.names))
+            )
             copies = dict.fromkeys(copies_in(shape.folder, draft.mtp), "the draft model is served the target's own")
             of_layer = {
                 name: each for name, each in self.expected.tensors.items() if is_of_mtp_layer(name, self.fields)
@@ -123,8 +130,21 @@ class ExportQuestion:
             return lists_of(others, *self._examined(shape, others, False), self.expected, fills)
 
         return ExportAnswer(
-            ranks=tuple(ranks), findings=findings, draft=draft, lists=lists, causes=causes_of(suspects, ask)
+            ranks=tuple(ranks),
+            findings=findings,
+            draft=draft,
+            lists=lists,
+            causes=causes_of(suspects, ask),
+            without_shape=len(self.expected.without_shape),
         )
+
+    def _without_what_is_not_known(self, findings: Findings) -> Findings:
+        """Leave out what follows only from names having a shape that stands for one that is not known, as the lists
+        do.
+        """
+        unknown = {*self.expected.without_shape, *(findings.lacking if self.expected.without_shape else ())}
+        problems = tuple(each for each in findings.problems if not unknown.issuperset(subject(each).split(", ")))
+        return replace(findings, problems=problems)
 
     def _examined(
         self, shape: EngineShape, views: Sequence[TensorView], every_name: bool

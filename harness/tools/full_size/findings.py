@@ -23,6 +23,12 @@ KV_CACHE_SCALES = (".k_scale", ".v_scale")
 """Parameters that a quantized attention has for a KV cache in float8. Without them SGLang takes 1.0."""
 
 
+OF_ALL_FUSED = (".g_idx", ".weight_shape")
+"""Ends of parameters of GPTQ and compressed-tensors that a fused layer has once: q_proj, k_proj and v_proj each fill the
+whole of it.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Findings:
     """What was found out about one model of an engine."""
@@ -73,6 +79,10 @@ class Findings:
         UnsupportedEnvironment if the loader refuses every name because it needs a GPU.
         """
         given, coverage = given_to_all(ranks)
+        coverage = [
+            replace(each, overwritten={k: v for k, v in each.overwritten.items() if not k.endswith(OF_ALL_FUSED)})
+            for each in coverage
+        ]
         scales = {name for each in coverage for name in each.missing if name.endswith(KV_CACHE_SCALES)}
         unfilled = {name for each in coverage for name in scales if each.missing.get(name, (0, 0))[0]}
         refused = {name: error for each in coverage for name, error in each.errors.items()}

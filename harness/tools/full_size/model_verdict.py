@@ -123,6 +123,11 @@ class Answer:
             return f"{count} problem(s){more}: {whose} do not all arrive; first: {self.problems[0]}"
         if self.unfit:
             return f"the engine is built, but cannot serve: {self.unfit}"
+        if self.exported and self.exported.without_shape:
+            return (
+                "the engine's loaders take every name, and none is lacking; whether they arrive whole is not known, as"
+                f" {self.exported.without_shape:,} have no known shape"
+            )
         told = len(self.layout) - len(self.untold) - self.passed_over
         followed = f"every name that could be followed ({told:,})" if self.untold else "every name"
         if self.passed_over and not self.untold:

@@ -147,7 +147,8 @@ def lists_of(
         name: about for name, about in alike.whole(wrong_shape).items() if name not in expected.without_shape
     }
     wrong_shape = expected.other_sizes(view for view in sent if view.name not in unread) | wrong_shape
-    unfilled = _unfilled(views, findings.lacking, alike, expected, fills, wrong_shape.keys() | unread.keys())
+    lost = {*wrong_shape, *unread, *expected.without_shape}
+    unfilled = _unfilled(views, findings.lacking, alike, expected, fills, lost)
     return NameLists(
         unexpected=tuple(grouped((name, f"{_shape(views[name], expected)}{about}") for name, about in unread.items())),
         by_design=tuple(grouped(passed_over, kind=lambda name: "")),
@@ -163,8 +164,10 @@ def lists_of(
 
 
 def fills_of(ranks: Iterable[EngineRank]) -> dict[str, set[str]]:
-    """Return which names the loaders read into which parameters."""
+    """Return which names the loaders read into which parameters, or would if they had another shape."""
     found: dict[str, set[str]] = defaultdict(set)
+    for name, into in (each for rank in ranks for each in rank.coverage.aimed.items()):
+        found[without_numbers(into)].add(without_numbers(name))
     for copy in (copy for each in ranks for copies in each.coverage.copies for copy in copies):
         found[without_numbers(copy.into)].add(without_numbers(copy.source.name))
     return found
@@ -228,7 +231,7 @@ def _unfilled(
     """Return the name that would fill an unfilled parameter, or the parameter itself where none is known -> what is
     said of it.
 
-    lost: names that do not arrive, which tell by themselves what they leave unfilled.
+    lost: names that do not arrive, which tell by themselves what they leave unfilled, or of which no shape is known.
     """
     of_pattern: dict[str, list[str]] = defaultdict(list)
     for name in expected.tensors or sent:

@@ -37,6 +37,8 @@ class LoadCoverage:
     """Checkpoint names that the loader ignores."""
     errors: dict[str, str] = field(default_factory=dict)
     """Checkpoint name, or names joined by commas -> what the loader raised."""
+    aimed: dict[str, str] = field(default_factory=dict)
+    """Checkpoint name that the loader refuses -> the engine's tensor that it was about to fill, where that is seen."""
     opaque: list[str] = field(default_factory=list)
     """Checkpoint names that arrive in a way that cannot be followed: only loading them again shows whether they did."""
     computing: list[str] = field(default_factory=list)

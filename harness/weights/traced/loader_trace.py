@@ -62,6 +62,8 @@ class GroupTrace:
     does_more: bool = False
     """The loader computed something besides copying: it must run itself."""
     error: str = ""
+    aimed: torch.Tensor | None = None
+    """What the loader was about to fill when it raised, if it took a view of it: all or a part of a parameter."""
 
     @property
     def only_copies(self) -> bool:
@@ -102,6 +104,7 @@ def trace_loader(
             load(tensors)
     except Exception as error:  # asserts, shape errors, KeyErrors: whatever the loader of an architecture raises
         traced.error = f"{type(error).__name__}: {error}".strip()
+        traced.aimed = recorder.viewed
     recorder.finish()
     return traced
 
@@ -141,6 +144,8 @@ class _Recorder(TorchDispatchMode):
         them."""
         self.numbers: dict[float, torch.Tensor] = {}
         """Numbers given out for elements that the loader asked for as Python numbers -> the element."""
+        self.viewed: torch.Tensor | None = None
+        """The tensor of the model of which the loader last took a view."""
         self.escaped: set[str] = set()
         """Names whose elements became Python numbers: whatever is computed afterwards may come from them."""
 
@@ -149,6 +154,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         keywords = keywords or {}
         if is_view(function):
+            self.viewed = arguments[0] if self._of_the_model(arguments[0]) else self.viewed
             return function(*arguments, **keywords)
         if function is aten.copy_.default and (names := self._followed(arguments[1])):
             self._record(arguments[0], arguments[1], names)

@@ -43,6 +43,8 @@ class LoaderTrace:
     """Checkpoint names whose copies post_load_weights changes in place."""
     without_refused: list[GroupTrace] = field(default_factory=list)
     """The traces once more, where the loader refused a tensor: of the others. Made by coverage()."""
+    aimed: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Checkpoint name that the loader refuses alone -> what it was about to fill, where that is seen."""
     only_once: str = ""
     """Why the loader cannot load a second time after it has loaded once; "" if it can."""
     derived_bytes: int = 0
@@ -63,7 +65,7 @@ class LoaderTrace:
     def run(self) -> None:
         """Ask the model's own loader what it would do with every group."""
         self.derives, self.derived_over, self.derived_bytes, self.only_once = False, set(), 0, ""
-        self.derived, self._filled = set(), None
+        self.derived, self._filled, self.aimed = set(), None, {}
         self.traces = self._trace_all(UndoneWrites(self.model))
         if self.derives:
             self._find_what_is_derived_over()
@@ -186,6 +188,8 @@ class LoaderTrace:
                 self.only_once = again.error and f"it removes {_some(removed)}, and the next load raises {again.error}"
         attributes = derived_tensors(self.model) if replaced else {}
         names = {view.name for view in group.views}
+        if len(names) == 1 and traced.aimed is not None:
+            self.aimed[group.views[0].name] = traced.aimed
         for name, before, now in replaced:
             traced.does_more = True
             traced.computed.append(before)
@@ -247,6 +251,7 @@ class LoaderTrace:
         if found.errors:
             refused = [name for names in found.errors for name in names.split(", ")]
             excuse(found.missing, refused, found.copies)
+            found.aimed = {name: name_of(self.aimed[name]) for name in refused if name in self.aimed}
         for first, second in written_twice(self.copies()):
             if into := name_of(second.target):
                 found.overwritten.setdefault(into, (first.source.name, second.source.name))

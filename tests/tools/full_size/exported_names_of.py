@@ -1,6 +1,7 @@
 """Run by test_exported_names.py in a process of its own: exports of one model, each given to the engine's loaders.
 
-Usage: python exported_names_of.py MODEL_FOLDER. Prints JSON: export -> its lists, causes and exit code.
+Usage: python exported_names_of.py MODEL_FOLDER. Prints JSON: export -> its lists, causes and exit code. A model with a
+quantization_config is sent in GPTQ, in four bits.
 """
 
 import json
@@ -54,12 +55,47 @@ def exports(sent: Sent) -> dict[str, Sent]:
     }
 
 
-def found(folder: Path, file: Path, sent: Sent) -> dict[str, Any]:
-    file.write_text(json.dumps({"sent": sent}))
-    options = Options(tp=2, ep=2, names=str(file))
+def in_gptq(sent: Sent) -> Sent:
+    """Return the names, dtypes and shapes of a GPTQ checkpoint with groups of 128."""
+    found: Sent = {}
+    for name, (_, shape) in sent.items():
+        if not re.search(r"layers.*_proj\.weight", name):
+            found[name] = ["float16", shape]
+            continue
+        rows, columns = shape
+        parts = {
+            "qweight": ["int32", [columns // 8, rows]],
+            "qzeros": ["int32", [columns // 128, rows // 8]],
+            "scales": ["float16", [columns // 128, rows]],
+            "g_idx": ["int32", [columns]],
+        }
+        found |= {f"{name.removesuffix('weight')}{part}": each for part, each in parts.items()}
+    return found
+
+
+def gptq_exports(sent: Sent) -> dict[str, Any]:
+    """Return exports with shapes, and indexes whose files are absent."""
+    lost = without(sent, r"layers\.1\.self_attn\.k_proj\.scales")
+    return {
+        "GPTQ": {"sent": sent},
+        "GPTQ's index": {"weight_map": dict.fromkeys(sent, "absent.safetensors")},
+        "GPTQ's index without scales of k": {"weight_map": dict.fromkeys(lost, "absent.safetensors")},
+    }
+
+
+def found(folder: Path, file: Path, export: dict[str, Any], **options_of: Any) -> dict[str, Any]:
+    file.write_text(json.dumps(export))
+    options = Options(tp=2, names=str(file), **options_of)
     question = read_question(str(folder), options, (), file.parent)
     answer = find_answer(folder.name, options, question, read_export(options.names), 0.0, 0.0)
     return {"code": answer.code, **answer.table()["names"]}
+
+
+def without_quantization(folder: Path, to: Path) -> Path:
+    fields = json.loads((folder / "config.json").read_text())
+    fields.pop("quantization_config", None)
+    (to / "config.json").write_text(json.dumps(fields))
+    return to
 
 
 if __name__ == "__main__":
@@ -72,8 +108,15 @@ if __name__ == "__main__":
     from harness.tools.full_size.trainer_names import trainer_layout
 
     meta_model.import_all(model)
-    views = trainer_layout(model, torch.bfloat16)
+    quantized = "quantization_config" in json.loads((model / "config.json").read_text())
+    with tempfile.TemporaryDirectory() as plain:
+        views = trainer_layout(without_quantization(model, Path(plain)), torch.bfloat16)
     right = {view.name: [str(view.dtype).removeprefix("torch."), list(view.shape)] for view in views}
     with tempfile.TemporaryDirectory() as scratch:
-        answers = {name: found(model, Path(scratch) / "sent.json", sent) for name, sent in exports(right).items()}
+        file = Path(scratch) / "sent.json"
+        if quantized:
+            every = gptq_exports(in_gptq(right))
+            answers = {name: found(model, file, export, dtype="float16") for name, export in every.items()}
+        else:
+            answers = {name: found(model, file, {"sent": sent}, ep=2) for name, sent in exports(right).items()}
     print(json.dumps(answers))

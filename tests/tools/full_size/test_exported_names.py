@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from harness.config.layers import ConfigError
+from harness.tools.full_size.draft_model import copies_in
 from harness.tools.full_size.export_answer import ExportAnswer
 from harness.tools.full_size.exported_names import call_function, read_export
 from harness.tools.full_size.findings import Findings
@@ -93,6 +94,25 @@ def test_a_right_export_is_silent(export: str, answers: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_four_bits_arrive_and_a_lost_scale_is_named_by_the_index_alone(tmp_path: Path) -> None:
+    fields = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 512, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    done = run(Path(__file__).with_name("exported_names_of.py"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    lost = answers.pop("GPTQ's index without scales of k")
+    assert [each["name"] for each in lost["expected_and_not_sent"]] == ["model.layers.1.self_attn.k_proj.scales"]
+    assert lost["code"] == 1
+    for export, found in answers.items():
+        assert found["code"] == 0 and not any(found[title] for title in LISTS), export
+
+
+@pytest.mark.slow
 def test_an_index_without_its_files_says_so_and_the_lists_come_first(folder: Path, tmp_path: Path) -> None:
     script = (
         "from exported_names_of import *; prepare_import(Path(sys.argv[1])); import torch\n"
@@ -158,6 +178,12 @@ def test_half_a_bias_is_named_though_the_loader_takes_it_for_padded() -> None:
     found = ExportAnswer(ranks=(), findings=silent, draft=None, lists=lists, causes=())
     question = read_question("gpt_oss_120b", Options(), (), Path())
     assert Answer(name="gpt_oss_120b", options=Options(), question=question, findings=silent, exported=found).code == 1
+
+
+def test_copies_of_embedding_and_head_in_an_mtp_layer_are_no_problem_in_glm_either() -> None:
+    names = ["model.layers.92.embed_tokens.weight", "model.layers.92.shared_head.head.weight"]
+    sent = [TensorView.whole(name, torch.bfloat16, (8, 4)) for name in (*names, "model.layers.92.enorm.weight")]
+    assert copies_in(REPOSITORY / "configs/models/glm_4_6", sent) == set(names)
 
 
 SENDER = """
