@@ -73,9 +73,11 @@ def causes_of(found: Suspects, ask: Ask) -> tuple[str, ...]:
     """Return what is certain about the causes of what these lists have."""
     if not found.lists.wrong:
         return ()
-    return tuple(sentence for each in (_other_numbers, _other_prefix) for sentence in each(found, ask)) + tuple(
-        sentence for each in (_quantized, _live, _fused, _stacked, _megatron, _tied) for sentence in each(found)
-    )
+    unconverted = tuple(_megatron(found))  # their prefixes are other ones too
+    asking = (_other_numbers,) if unconverted else (_other_numbers, _other_prefix)
+    asked = (sentence for each in asking for sentence in each(found, ask))
+    seen = (sentence for each in (_quantized, _live, _fused, _stacked, _tied) for sentence in each(found))
+    return (*unconverted, *asked, *seen)
 
 
 def _other_prefix(found: Suspects, ask: Ask) -> Iterator[str]:
@@ -199,8 +201,22 @@ def _quantized(found: Suspects) -> Iterator[str]:
             has = f"quant_method {method}" if method else "no quantization_config"
             yield f"{count:,} names end in {end}, as those in {title} do, and MODEL's config.json has {has}: the engine is built otherwise"
         unsent = sum(name.endswith(end) for line in found.lists.unsent for name in line.names)
-        if unsent and method in methods and not any(view.name.endswith(end) for view in found.sent):
+        if not unsent or method not in methods or any(view.name.endswith(end) for view in found.sent):
+            continue
+        if other := _other_end(found, end):
+            yield f"{unsent:,} names end in {other}, and the engine expects {end} in its place, in the same shapes"
+        else:
             yield f"MODEL's config.json has quant_method {method}, and no name that is sent ends in {end}: the export is not quantized so"
+
+
+def _other_end(found: Suspects, end: str) -> str:
+    """Return how the names end that are sent in place of all those that end so, with the same shapes; "" if none are."""
+    shapes = {view.name: view.shape for view in found.sent}
+    due = {name.removesuffix(end): shape for name, shape in found.unsent.items() if name.endswith(end)}
+    stems = {name: name.rpartition(".")[0] for name in found.unexpected}
+    instead = {stem: name for name, stem in stems.items() if due.get(stem) == shapes[name]}
+    ends = {name.removeprefix(stem) for stem, name in instead.items()}
+    return ends.pop() if len(ends) == 1 and instead.keys() == due.keys() else ""
 
 
 def _live(found: Suspects) -> Iterator[str]:

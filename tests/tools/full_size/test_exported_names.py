@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from harness.config.layers import ConfigError
 from harness.tools.full_size.draft_model import copies_in
 from harness.tools.full_size.export_answer import ExportAnswer
+from harness.tools.full_size.export_causes import Suspects, causes_of
 from harness.tools.full_size.exported_names import call_function, read_export
 from harness.tools.full_size.findings import Findings
 from harness.tools.full_size.model_and_options import Options, read_question
 from harness.tools.full_size.model_verdict import Answer
-from harness.tools.full_size.name_lists import Expected, lists_of
+from harness.tools.full_size.name_lists import Expected, Line, NameLists, lists_of
 from harness.weights.tensor_view import TensorView
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -165,6 +166,33 @@ def test_what_is_neither_file_nor_function_or_would_be_unpickled_is_refused(tmp_
             read_export(source)
     with pytest.raises(ConfigError, match="one engine"):
         read_question("deepseek_v3_bf16", Options(names="a:b", nnodes=2, tp=16), (), tmp_path)
+
+
+FIRST_CAUSE = {
+    "end in .weight_scale, and the engine expects .weight_scale_inv": (
+        ["a.weight_scale"],
+        ["a.weight_scale_inv"],
+        "fp8",
+    ),
+    "those of Megatron-core's modules": (
+        ["decoder.norm.weight", "decoder.self_attention.linear_qkv.weight"],
+        ["model.norm.weight", "model.self_attn.q_proj.weight"],
+        None,
+    ),
+}
+"""A part of the first cause -> the names that are sent, those that are expected, and config.json's quant_method."""
+
+
+@pytest.mark.parametrize("cause", FIRST_CAUSE)
+def test_the_first_cause_is_the_one_to_mend(cause: str) -> None:
+    sent, due, method = FIRST_CAUSE[cause]
+    views = {name: TensorView.whole(name, torch.float32, (2, 2)) for name in (*sent, *due)}
+    lists = NameLists(unexpected=(Line(names=tuple(sent), about=""),), unsent=(Line(names=tuple(due), about=""),))
+    found = Suspects(
+        sent=[views[name] for name in sent], lists=lists, expected={name: views[name] for name in due}, own=(), live=(),
+        fields={"quantization_config": {"quant_method": method}},
+    )  # fmt: skip
+    assert cause in causes_of(found, lambda others: NameLists())[0]
 
 
 def test_half_a_bias_is_named_though_the_loader_takes_it_for_padded() -> None:
