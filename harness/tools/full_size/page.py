@@ -118,6 +118,7 @@ def page_of(answer: Answer) -> str:
         answer=answer,
         facts=list(facts_of(answer)),
         lines=list(answer.engine_lines()) if answer.ranks else [],
+        exported=list(answer.exported.as_lines()) if answer.exported else [],
         notes=list(answer.notes()),
         shown=SHOWN,
         most=MOST_LINES,

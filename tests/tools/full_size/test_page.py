@@ -17,10 +17,12 @@ import torch
 from harness.cluster.mesh import ParallelDims
 from harness.config.layers import Layer, build_config
 from harness.runtime.units import GIB
+from harness.tools.full_size.export_answer import ExportAnswer
 from harness.tools.full_size.findings import Findings
 from harness.tools.full_size.gpu_stages import EngineShare, GpuMemory, Shares, TrainerShare
 from harness.tools.full_size.model_and_options import Options, Question
 from harness.tools.full_size.model_verdict import Answer
+from harness.tools.full_size.name_lists import Line, NameLists
 from harness.tools.full_size.page import page_of
 from harness.tools.full_size.ranks_at_true_size import EngineRank, filled_in_part
 from harness.tools.full_size.sync_plan import RunShape, SyncPlan
@@ -176,6 +178,16 @@ def test_hostile_names_are_text() -> None:
         assert not found.names & {"script", "img", "link", "iframe", "a"}
         assert not found.attributes & {"src", "href", "onerror", "style"}
         assert HOSTILE in found.text
+
+
+def test_the_lists_of_an_export_and_their_cause_are_on_the_page() -> None:
+    lists = NameLists(unexpected=(Line(names=(HOSTILE, "b"), about="no rank's loader reads it"),))
+    of_names = Findings(problems=(), padding=(), untold=(), kv_cache_scales=False)
+    exported = ExportAnswer(ranks=(), findings=of_names, draft=None, lists=lists, causes=("the prefix module.",))
+    page = page_of(answer([engine_rank(0, {})], exported=exported, options=Options(names="sent.json")))
+    assert "Names of sent.json" in page and '<body class="code1">' in page
+    assert "<p>sent and not expected: 2 name(s) of 1 kind(s)</p>" in page and "cause: the prefix module." in page
+    assert HOSTILE in Elements(page).text and HOSTILE not in page
 
 
 def test_an_engine_that_cannot_be_built_has_a_page_with_its_own_words() -> None:
