@@ -15,6 +15,7 @@ from harness.weights.tensor_view import TensorView, without_numbers
 
 TABLE = re.compile(r"rotary_emb\.inv_freq")
 """Names of published checkpoints that are computed anew when a model is built."""
+HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 MTP = re.compile(r"^mtp\.|\.mtp\.")
 """Names of layers for multi-token prediction, if these have no numbers behind the decoder's."""
 
@@ -82,6 +83,7 @@ def passed_over(names: Iterable[str], fields: Mapping[str, Any], ignored: Collec
     fields: of config.json. ignored: patterns of names that transformers' class leaves out when it loads.
     """
     unused = re.compile("|".join(ignored) or "(?!)")
+    is_tied = {**fields, **(fields.get("text_config") or {})}.get("tie_word_embeddings") is True
     found = {}
     for name in names:
         if TABLE.search(name):
@@ -90,6 +92,10 @@ def passed_over(names: Iterable[str], fields: Mapping[str, Any], ignored: Collec
             found[name] = "of a layer for multi-token prediction, which only a draft model reads"
         elif unused.search(name):
             found[name] = "transformers' class leaves it out when it loads"
+        elif is_tied and HEAD.search(name):
+            found[name] = (
+                "config.json ties it to the embedding, which the engine takes; a head of its own would be lost"
+            )
     return found
 
 

@@ -263,11 +263,9 @@ def _megatron(found: Suspects) -> Iterator[str]:
 
 
 def _tied(found: Suspects) -> Iterator[str]:
-    """Tell of a head that config.json ties, or does not tie, to the embedding."""
+    """Tell of a head that config.json does not tie to the embedding."""
     tied = found.fields.get("tie_word_embeddings", found.language.get("tie_word_embeddings"))
     unsent = [name for line in found.lists.unsent for name in line.names]
-    if tied is True and "lm_head.weight" in found.unexpected:
-        yield "MODEL's config.json ties the head to the embedding, so the engine has no head of its own: a trained one is lost"
     if tied is False and "lm_head.weight" in unsent and not found.unexpected:
         yield "MODEL's config.json does not tie the head to the embedding, so lm_head.weight must be sent"
 
