@@ -17,9 +17,8 @@ import os
 import shutil
 import signal
 import time
-import tomllib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from harness.cluster.world import all_gather
 from harness.config.checkpoint_folder import (
     STATE,
     CheckpointState,
+    changes_since,
     check_file,
     checkpoints_in,
     checksum,
@@ -56,10 +56,6 @@ from harness.weights.verification.verification import Verification
 
 LOCK = ".lock"
 """The file in checkpoint.folder that the run which saves there holds locked."""
-PROMPT_KEYS = ("run.seed", "rollout.prompts_per_step")
-"""With all keys of [task], these decide which prompts a step has."""
-FREE_SECTIONS = ("checkpoint", "network", "trackers")
-"""Sections that may differ between the run that saved a checkpoint and the run that resumes it."""
 
 
 class StopSignal:
@@ -174,12 +170,7 @@ class Checkpoints:
         """
         with self.events.phase("load_checkpoint", waiting_for=f"all ranks to load {folder}"):
             state = read_state(folder)
-            try:
-                saved_config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            except tomllib.TOMLDecodeError as error:
-                raise damaged(folder, CONFIG, "is not TOML") from error
-            now = tomllib.loads(to_redacted_toml(self.config))
-            changes = list(config_changes(folder, saved_config, now))
+            changes = changes_since(folder, self.config)
             for learner in self.learners:
                 if learner.role not in state.optimizer_steps:
                     raise _another_model(folder, f"it has no {learner.role}")
@@ -200,24 +191,6 @@ class Checkpoints:
             optimizer_steps={learner.role: learner.schedule.last_epoch for learner in self.learners},
             checksums=checksums,
         )
-
-
-def config_changes(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each key that matters and that the run which saved the checkpoint had set differently.
-
-    Raise ConfigError if the steps would get other prompts.
-    """
-    for section, values in now.items():
-        for name, value in values.items():
-            key, was = f"{section}.{name}", before.get(section, {}).get(name, value)
-            if value == was or section in FREE_SECTIONS or key == "run.dir":
-                continue
-            if section == "task" or key in PROMPT_KEYS:
-                raise ConfigError(
-                    f"{key} = {shown(value)} would change the prompts: {folder} was saved with {shown(was)}. Use that, or start"
-                    f" a new run from its weights with --model.name {folder}."
-                )
-            yield f"{key} is {shown(value)}, and was {shown(was)} in the run that saved this checkpoint"
 
 
 def load_shards(folder: Path, role: str, state: CheckpointState, tensors: Mapping[str, Tensor]) -> None:

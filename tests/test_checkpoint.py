@@ -33,6 +33,7 @@ from harness.config.checkpoint_folder import (
     CheckpointState,
     checkpoint_to_resume,
     checkpoints_in,
+    config_changes,
     read_state,
     require_own,
 )
@@ -427,13 +428,14 @@ def test_killed_at_random_moments_two_ranks_make_the_steps_of_ranks_that_were_no
     assert made == read(tmp_path / "whole") and len(made) == STEPS
 
 
-def saved_step(folder: Path, step: int) -> None:
+def saved_step(folder: Path, step: int, config: str = "") -> None:
     """Make the files of a checkpoint, without tensors."""
     (folder / f"step-{step}" / "actor").mkdir(parents=True)
     checksums = {}
-    for name in ("config.toml", "actor/rank0000.safetensors"):
+    for name, content in (("config.toml", config), ("actor/rank0000.safetensors", "")):
         (folder / f"step-{step}" / name).touch(0o600)
-        checksums[name] = 0  # of an empty file
+        (folder / f"step-{step}" / name).write_text(content)
+        checksums[name] = zlib.crc32(content.encode())
     state = CheckpointState(step=step, ranks=1, optimizer_steps={"actor": 2}, checksums=checksums)
     (folder / f"step-{step}" / "state.json").write_text(state.to_json())
 
@@ -575,7 +577,15 @@ def test_whatever_is_in_its_state_is_a_sentence(content: Any) -> None:
 
 def changes(saved: str, resumed: str) -> list[str]:
     before, now = (tomllib.loads(to_toml(config_of(*words.split()))) for words in (saved, resumed))
-    return list(checkpoint.config_changes(Path("/step-3"), before, now))
+    return list(config_changes(Path("/step-3"), before, now))
+
+
+def test_other_prompts_are_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    saved_step(tmp_path, 1, to_toml(config_of("--rollout.prompts_per_step", "16")))
+    words = ("--checkpoint.resume", str(tmp_path / "step-1"), "--rollout.prompts_per_step")
+    assert checkpoint_to_resume(config_of(*words, "16")) == tmp_path / "step-1"
+    with pytest.raises(ConfigError, match="prompts_per_step = 32 would change the prompts"):
+        checkpoint_to_resume(config_of(*words, "32"))
 
 
 def test_another_config_is_warned_of_and_other_prompts_are_refused() -> None:

@@ -6,11 +6,14 @@ Nothing here imports torch, so a damaged checkpoint is refused before any rank s
 import json
 import os
 import stat
+import tomllib
 import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from harness.config.layers import ConfigError, shown
+from harness.config.layers import ConfigError, shown, to_redacted_toml
 from harness.config.run_folder import CONFIG
 from harness.config.schema import Config
 
@@ -18,6 +21,10 @@ STATE = "state.json"
 """The file of a checkpoint that is written last: with it, the checkpoint is complete."""
 ROLES = ("actor", "critic")
 OTHERS_WRITE = 0o022
+PROMPT_KEYS = ("run.seed", "rollout.prompts_per_step")
+"""With all keys of [task], these decide which prompts a step has."""
+FREE_SECTIONS = ("checkpoint", "network", "trackers")
+"""Sections that may differ between the run that saved a checkpoint and the run that resumes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +106,36 @@ def check_file(folder: Path, name: str, state: CheckpointState) -> None:
         raise damaged(folder, name, "is not as it was saved")
 
 
+def changes_since(folder: Path, config: Config) -> list[str]:
+    """Return a sentence for each key that matters and that the run which saved the checkpoint had set differently.
+
+    Raise ConfigError if the steps would get other prompts, or if the checkpoint's config.toml is not one.
+    """
+    try:
+        before = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise damaged(folder, CONFIG, "is not TOML") from error
+    return list(config_changes(folder, before, tomllib.loads(to_redacted_toml(config))))
+
+
+def config_changes(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each key that matters and that the run which saved the checkpoint had set differently.
+
+    Raise ConfigError if the steps would get other prompts.
+    """
+    for section, values in now.items():
+        for name, value in values.items():
+            key, was = f"{section}.{name}", before.get(section, {}).get(name, value)
+            if value == was or section in FREE_SECTIONS or key == "run.dir":
+                continue
+            if section == "task" or key in PROMPT_KEYS:
+                raise ConfigError(
+                    f"{key} = {shown(value)} would change the prompts: {folder} was saved with {shown(was)}. Use that, or start"
+                    f" a new run from its weights with --model.name {folder}."
+                )
+            yield f"{key} is {shown(value)}, and was {shown(was)} in the run that saved this checkpoint"
+
+
 def damaged(folder: Path, name: str, why: str) -> ConfigError:
     """Return the error for a file of a checkpoint, which says how to go on."""
     earlier = [each for each in checkpoints_in(folder.parent) if step_of(each) < step_of(folder)]
@@ -152,8 +189,8 @@ def checkpoint_to_resume(config: Config, *, steps_are_known: bool = True) -> Pat
 
     steps_are_known: whether run.steps is what will run; with run.epochs only the task's rows tell.
 
-    Raise ConfigError if it is not a checkpoint or is damaged, if the run has fewer steps, or if this run would save
-    into a folder of checkpoints that are newer. A checkpoint of the last step is fine: only the final check follows.
+    Raise ConfigError if it is not a checkpoint or is damaged, if its steps had other prompts, if the run has fewer
+    steps, or if this run would save into a folder of checkpoints that are newer. A checkpoint of the last step is fine: only the final check follows.
     """
     wanted, run = config.checkpoint, config.run
     folder = Path(wanted.folder).resolve() if wanted.folder else None
@@ -182,4 +219,5 @@ def checkpoint_to_resume(config: Config, *, steps_are_known: bool = True) -> Pat
         )
     if found:
         read_state(found)
+        changes_since(found, config)
     return found
