@@ -190,7 +190,8 @@ def checkpoint_to_resume(config: Config, *, steps_are_known: bool = True) -> Pat
     steps_are_known: whether run.steps is what will run; with run.epochs only the task's rows tell.
 
     Raise ConfigError if it is not a checkpoint or is damaged, if its steps had other prompts, if the run has fewer
-    steps, or if this run would save into a folder of checkpoints that are newer. A checkpoint of the last step is fine: only the final check follows.
+    steps, or if this run would save into a folder of checkpoints that are newer. A checkpoint of the last step is fine:
+    only the final check follows.
     """
     wanted, run = config.checkpoint, config.run
     folder = Path(wanted.folder).resolve() if wanted.folder else None

@@ -128,8 +128,8 @@ def build_on_meta(
     folder: with config.json. arguments: SGLang's server arguments. rank: in the engine, stage by stage. draft: the
     rank's draft model instead, which speculative_algorithm among the arguments asks for. enlarged: with the sizes that
     SGLang's CPU mode makes of those that do not divide over the ranks. Whatever SGLang itself raises for a model that
-    it cannot build passes through. Raise UnsupportedEnvironment for a release whose groups want what
-    is not known here, and if SGLang would build another class than the one that it should.
+    it cannot build passes through. Raise UnsupportedEnvironment for a release whose groups want what is not known here,
+    and if SGLang would build another class than the one that it should.
     """
     server_arguments = load("srt/server_args.py", "ServerArgs")(
         model_path=str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True,

@@ -21,12 +21,8 @@ from harness.weights.traced.coverage import LoadCoverage
 
 KV_CACHE_SCALES = (".k_scale", ".v_scale")
 """Parameters that a quantized attention has for a KV cache in float8. Without them SGLang takes 1.0."""
-
-
-OF_ALL_FUSED = (".g_idx", ".weight_shape")
-"""Ends of parameters of GPTQ and compressed-tensors that a fused layer has once: q_proj, k_proj and v_proj each fill the
-whole of it.
-"""
+OF_ALL_FUSED = ".g_idx"
+"""End of a parameter of GPTQ that a fused layer has once: q_proj, k_proj and v_proj each fill the whole of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,10 @@ from harness.runtime.working import working
 from harness.tools.environments import REPOSITORY
 from harness.tools.full_size.command import check_written, prepare_import
 from harness.tools.verify.http_api import read_key, shown
-from harness.tools.verify.question import Options, check, is_sender, numbers_of
+from harness.tools.verify.question import SERVED, Options, check, is_sender, numbers_of
 from harness.tools.verify.server import TARGET, Server, ask_server
 
 SCRIPT, CONFIG = "launch/verify.py", "config.json"
-SERVED = "give the weights of the model that it serves."
 SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts",
@@ -74,7 +73,7 @@ def _with_release(release: str, words: Sequence[str]) -> int:
 
 
 def _check_predictable(server: Server) -> None:
-    """Raise UnsupportedEnvironment for an engine whose weights no one outside can follow."""
+    """Raise UnsupportedEnvironment for a server whose weights cannot be predicted from outside."""
     if server.arguments.get("enable_eplb"):
         raise UnsupportedEnvironment(
             f"{server.url} moves experts between its ranks while it serves (--enable-eplb), so nobody outside knows which"

@@ -26,7 +26,7 @@ from harness.tools.verify.comparison import UNKNOWN, UNTOLD, Compared, Engine, T
 from harness.tools.verify.derived_tensors import Derived, look
 from harness.tools.verify.explanations import Explainer, sources_of
 from harness.tools.verify.http_api import shown
-from harness.tools.verify.question import Options, is_sender, numbers_of
+from harness.tools.verify.question import SERVED, Options, is_sender, numbers_of
 from harness.tools.verify.rank_predictions import CannotPredict, EngineModels, layout_of, predict
 from harness.tools.verify.sender import write_checkpoint
 from harness.tools.verify.server import TARGET, Server, ServerRank
@@ -175,7 +175,7 @@ def _traced_themselves(asked: Asked, engine: Engine, compared: Sequence[Compared
 
 
 def _compared_again(asked: Asked, engine: Engine, compared: Sequence[Compared]) -> list[Compared]:
-    """Return the comparison with the tensors that differed compared anew."""
+    """Compare the tensors that differed once more, and return them with the rest."""
     wrong = {(each.tensor.role, each.tensor.name) for each in compared if each.wrong}
     tensors, _ = tensors_of(engine, asked.ranks)
     anew, _ = asked.compare([each for each in tensors if (each.role, each.name) in wrong])
@@ -238,36 +238,41 @@ def _arguments(server: Server) -> dict[str, Any]:
 
 
 def _check_names(asked: Asked, engine: Engine, known: int, others: Unpredicted, weights: str) -> None:
-    """Raise ConfigError if the weights are not those of the server's model, by their names.
+    """Raise ConfigError if the names show that the weights are of another model than the server's.
 
     known: how many tensors can be compared. Raise UnsupportedEnvironment if none can for another reason.
     """
-    server, unknown, untold = asked.server, others.get(UNKNOWN, ()), others.get(UNTOLD, ())
-    not_one_model = f"{server.url} and {weights} are not of one model"
-    what = "give the weights of the model that it serves."
     if not known:
-        taken = {
-            name for each in engine.values() for name in asked.stored if name not in {*each.ignored, *each.refused}
-        }
-        if not taken:
-            raise ConfigError(
-                f"none of the {len(asked.stored)} names in {weights} is one that the server's class takes; first:"
-                f" {shown(next(iter(asked.stored)))}. Give the names that checkpoints of the model have."
-            )
-        raise UnsupportedEnvironment(f"no tensor of {server.url} can be predicted, so nothing is known about it.")
-    if max(len(unknown), len(untold)) > known:
+        _check_that_names_are_taken(asked, engine, weights)
+        raise UnsupportedEnvironment(f"no tensor of {asked.server.url} can be predicted, so nothing is known about it.")
+    if why := _why_another_model(asked.server, engine, known, others):
+        raise ConfigError(f"{asked.server.url} and {weights} are not of one model: {why}; {SERVED}")
+
+
+def _check_that_names_are_taken(asked: Asked, engine: Engine, weights: str) -> None:
+    """Raise ConfigError if each rank's loaders ignore or refuse every name."""
+    if all({*asked.stored} <= {*each.ignored, *each.refused} for each in engine.values()):
         raise ConfigError(
-            f"{not_one_model}: {known} tensors have the same name, {len(unknown)} are the server's alone and"
-            f" {len(untold)} the other's; {what}"
+            f"none of the {len(asked.stored)} names in {weights} is one that the server's class takes; first:"
+            f" {shown(next(iter(asked.stored)))}. Give the names that checkpoints of the model have."
+        )
+
+
+def _why_another_model(server: Server, engine: Engine, known: int, others: Unpredicted) -> str:
+    """Return what only the server or only the weights have, if that tells two models apart; otherwise ""."""
+    unknown, untold = others.get(UNKNOWN, ()), others.get(UNTOLD, ())
+    if max(len(unknown), len(untold)) > known:
+        return (
+            f"{known} tensors have the same name, {len(unknown)} are the server's alone and {len(untold)} the other's"
         )
     if server.release != installed("sglang").version():
-        return  # another release may call them otherwise
+        return ""  # another release may call them otherwise
     if lacked := [name for name in untold if not name.endswith(KV_CACHE_SCALES)]:
         more = f" (and {len(lacked) - 1} more like it)" if len(lacked) > 1 else ""
-        raise ConfigError(f"{not_one_model}: the server has no {lacked[0]}{more}; {what}")
+        return f"the server has no {lacked[0]}{more}"
     layers = {layer_of(name) for each in engine.values() for name in each.nbytes}
-    if beyond := sorted({layer_of(name) for name in unknown} - layers - {NO_LAYER}):
-        raise ConfigError(f"{not_one_model}: the server has layer {ranges(beyond)} too; {what}")
+    beyond = sorted({layer_of(name) for name in unknown} - layers - {NO_LAYER})
+    return f"the server has layer {ranges(beyond)} too" if beyond else ""
 
 
 def _ignored_by_all(engine: Engine) -> tuple[str, ...]:

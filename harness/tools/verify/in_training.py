@@ -88,8 +88,9 @@ class ServerCheck:
     def __call__(self, named_tensors: NamedTensors) -> Verdict:
         """Compare; return the same verdict on every rank.
 
-        If torch.distributed is initialized and `collective` is not False, all ranks call it, each with the same names
-        in the same order: gathering a DTensor is collective. Raise NotVerified, on every rank, if one of them fails.
+        If torch.distributed is initialized, all ranks must call it with the same names in the same order, because
+        gathering a DTensor is collective; with `collective` False one rank alone calls it. Raise NotVerified, on every
+        rank, if one of them fails.
         """
         with _ranks(self.collective, self.seconds) as ranks:
             with ranks.failing_together():

@@ -74,8 +74,8 @@ def whole(source: Source, name: str, shapes: Shapes) -> torch.Tensor:
 
 
 def sets_of(names: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str]]:
-    """Yield the sets of names that one mistake may have met, each with what it is called: all, those of a kind, those of
-    one expert, one.
+    """Yield each set of names that a single mistake may have hit, with what to call it: all names, those of a kind,
+    those of one expert, a name alone.
 
     of: how many fill the tensor; so many together are called "it".
     """
@@ -172,7 +172,7 @@ def swaps_in_an_expert(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[s
 
 
 def expert_pairs(names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield two experts that may be in each other's place, or one of them in both places."""
+    """Yield pairs of experts that may have been swapped, or of which one may have been sent in both places."""
     experts = _by_number(names)
     for one, other in islice(combinations(experts, 2), PAIRS):
         yield f"experts {one} and {other} are in each other's place", _swap(experts[one], experts[other])

@@ -8,6 +8,8 @@ from harness.config.layers import ConfigError
 from harness.tools.preflight import check_index, check_safetensors
 from harness.tools.user_sender import FUNCTION
 
+SERVED = "give the weights of the model that it serves."
+"""What to do about weights of another model than the server's."""
 RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 

@@ -44,7 +44,7 @@ NAMED: dict[str, tuple[str, str, int, str]] = {
     "AWQ": ("sent_and_not_expected", "model.layers.0.self_attn.q_proj.qweight", 2, "config.json has no quantization"),
     "no head": ("expected_and_not_sent", "lm_head.weight", 1, "lm_head.weight must be sent"),
 }
-"""Export -> a list, a line of it, how many names the line has, and a part of the cause."""
+"""Export -> the list that must name it, a name there, how many names that line counts, and a part of the cause."""
 
 
 def run(*arguments: object, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""What the ranks of a server must hold: layers that stand for their like predict what each predicts by itself."""
+"""A layer that stands for others predicts the same as each of them does when it is traced itself."""
 
 import subprocess
 import sys

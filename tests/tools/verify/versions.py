@@ -44,7 +44,7 @@ MODELS: dict[str, Make] = {
 
 
 def make_versions(name: str, folder: Path) -> tuple[Path, Path]:
-    """Make a model of MODELS; return the folders of its older and of its newer version.
+    """Make one of MODELS, and return two folders: its older version and its newer one.
 
     No tensor of either is constant, and none is the same in both.
     """
