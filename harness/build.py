@@ -240,7 +240,7 @@ def find_early_copies(run: RunContext, engine: RolloutEngine) -> None:
     loaded.
     """
     if run.config.weights.verify != "off" and engine.can_ask:
-        with run.events.phase("verify_copies"):
+        with run.events.phase("verify_copies", "the search of each scheduler for copies of its weights"):
             engine.ask(find_copies)
 
 

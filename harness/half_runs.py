@@ -32,7 +32,7 @@ class EngineAlone:
             if self.saved:
                 self.saved.save(index, batch)
             show_sample(self.events, self.rollouts.tokenizer, batch)
-            with self.events.phase("free_caches"):
+            with self.events.phase("free_caches", "all ranks to give back memory that they do not use"):
                 self.memory.free_trainer_cache()
         return response_metrics(batch) | {"step": index}
 
@@ -72,7 +72,7 @@ class TrainerAlone:
                     old = learning.old_log_probs(batch)
                 _, metrics = learning.compare(batch, old)
             metrics |= learning.learn(index, batch.replace(old_log_probs=old.log_probs))
-            with self.events.phase("free_caches"):
+            with self.events.phase("free_caches", "all ranks to give back memory that they do not use"):
                 trim_heap()
         return metrics | {"step": index}
 

@@ -66,7 +66,7 @@ class Learning:
         """Return how far the engine's log-probs of the responses are from the actor's, and the metrics of the
         responses.
         """
-        with self.events.phase("verify_log_probs"):
+        with self.events.phase("verify_log_probs", "the trainer's log-probs, to compare them"):
             difference = log_prob_difference(batch.require("rollout_log_probs"), old.log_probs, batch.response_mask)
         routing: Metrics = {}
         if self.actor.routers is not None and old.differing is not None:

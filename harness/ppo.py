@@ -45,7 +45,7 @@ class Ppo:
         with self.events.in_step(index):
             batch, metrics = self.rollout(index)
             metrics |= self.learning.learn(index, batch)
-            with self.events.phase("free_caches"):
+            with self.events.phase("free_caches", "all ranks to give back memory that they do not use"):
                 self.memory.free_trainer_cache()
         return metrics | {"step": index}
 
@@ -135,7 +135,7 @@ class Ppo:
             self.memory.release_all()
             with self.learning.actor.on_device():
                 scored = self.score(*batches)
-        with phase("verify_log_probs"):
+        with phase("verify_log_probs", "the trainer's log-probs, to compare them"):
             self.verification.log_probs.set_baseline(scored)
 
     def final_check(self, index: int) -> Metrics:

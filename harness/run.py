@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import NetworkError
-from harness.cluster.placement import host_name, place
+from harness.cluster.placement import place
 from harness.cluster.world import (
     Launch,
     World,
@@ -118,7 +118,7 @@ def run(
             context.events.span("imports of this process", started, entered)
             context.events.span("meeting", began_to_meet, clock.now())
             if launch.local_rank == 0:
-                launch_folder.tell_report(launch_folder.report_of(folder, host_name(world.host)))
+                launch_folder.tell_report(launch_folder.report_of(folder, world.launcher))
             doing.what = "the job, between two phases"
             code = _run_job(job, context)
     except (WorldError, NetworkError, ConfigError) as error:  # on every rank

@@ -46,6 +46,13 @@ class World:
         return tuple(dict.fromkeys(location.host for location in self.locations))
 
     @property
+    def launcher(self) -> str:
+        """The launcher of this rank, for people: its host, with its first rank if the host has several launchers."""
+        first = self.rank - self.local_rank
+        here = [location for location in self.locations if location.host == self.host and location.local_rank == 0]
+        return host_name(self.host) + (f"-rank{first}" if len(here) > 1 else "")
+
+    @property
     def device_type(self) -> Literal["cpu", "cuda"]:
         """The kind of device that trainer and engine run on."""
         return "cpu" if self.device.type == "cpu" else "cuda"

@@ -50,6 +50,8 @@ class HostEngine:
         self._handlers = engine_processes.own_handlers()
         # SGLang makes sockets in its folder for temporary files and removes none of them.
         self._scratch = scratch.engine_folder()
+        self.folder = Path(self._scratch.name)
+        """For temporary files of the engine's processes, and for the sockets by which ranks of this host reach them."""
         self._stop_watching: Callable[[], None] = lambda: None
         self._before: Collection[int] = ()
         """Pids of this process's descendants that are none of the engine's."""
@@ -67,14 +69,14 @@ class HostEngine:
         serves: whether this is node 0 of the engine, the only one that can be called.
         """
         arguments = {**arguments, "custom_sigquit_handler": engine_processes.ignore_signal}
-        environment = {**environment, **scratch.variables(Path(self._scratch.name))}
+        environment = {**environment, **scratch.variables(self.folder)}
         servers = ForkServer.handed_over()
         self._before = descendants().keys() - {server.pid for server in servers}
         with started_processes() as started:
             try:
                 with (
                     child_environment(environment),
-                    patch.object(tempfile, "tempdir", self._scratch.name),
+                    patch.object(tempfile, "tempdir", str(self.folder)),
                     output_to(self.log.path),
                     sigterm_blocked(),
                     forking(servers) as self.starts,

@@ -3,7 +3,8 @@ scheduler.
 
 A call of SGLang costs milliseconds, and only TP rank 0 of the first stage answers it. So SGLang is called only once, to
 load one dummy tensor by the custom weight loader LOADER. In each scheduler the loader connects to its own trainer rank
-and starts a thread that serves it. With a draft model SGLang calls the loader twice, and the thread serves both as one
+and starts a thread that serves it. They meet in the engine's own folder for temporary files on their host: the rank that
+built the engine there tells it to the other ranks, and the schedulers inherit it. With a draft model SGLang calls the loader twice, and the thread serves both as one
 model. The loader tells its rank of each model that it is shown, so a rank knows when SGLang has left one out.
 """
 
@@ -12,12 +13,13 @@ import os
 import pickle
 import stat
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -31,8 +33,9 @@ from harness.rollout import sglang_api
 from harness.rollout.engine_errors import EngineFailed, PeerGone, SchedulerFailed
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.served_models import DRAFT, DRAFT_CLASS, STALE_DRAFT, TARGET, models_in, serve_together
-from harness.runtime import scratch
+from harness.runtime.errors import rank_in
 from harness.runtime.processes import wake_on_time
+from harness.runtime.working import Work, working
 
 T = TypeVar("T")
 
@@ -52,6 +55,8 @@ ANSWERED_SECONDS = 5.0
 call."""
 CONNECT_SECONDS = 300.0
 """How long the other schedulers may take: they may still be busy with earlier calls."""
+LOOK_SECONDS = 2.0
+"""How long a rank waits for its scheduler before all ranks tell each other who still waits."""
 
 
 class Send(Protocol):
@@ -64,14 +69,15 @@ class Send(Protocol):
 class SchedulerChannel:
     """A rank's connection to its scheduler. The first ask opens it, and so does the first one after close().
 
-    Every method but close() is a collective call of the group. log: the engine's, for messages. models: how many each
-    scheduler has: two with a draft model.
+    Every method but close() is a collective call of the group. folder: the engine's, on this host. log: the engine's,
+    for messages. models: how many each scheduler has: two with a draft model.
     """
 
-    def __init__(self, group: Group, send: Send, log: Path, models: int = 1) -> None:
+    def __init__(self, group: Group, send: Send, folder: Path, log: Path, models: int = 1) -> None:
         self._group = group
         self._models = models
         self._send = send
+        self._folder = folder
         self._log = log
         self._connection: Connection | None = None
 
@@ -90,16 +96,34 @@ class SchedulerChannel:
         head's, for the others after CONNECT_SECONDS.
         """
         self.close()
-        # The schedulers learn the folder of the sockets from the name of the dummy tensor, the number of models from
-        # its size.
+        # The name of the dummy tensor is that of the sockets, its size the number of models.
         name = self._group.broadcast(f"harness-{uuid.uuid4().hex[:12]}")
         with ExitStack() as stack:
-            meeting = _listening(socket_folder(name), self._group.ranks.index(self._group.rank))
+            meeting = _listening(self._folder, name, self._place)
             listener = self._together(partial(stack.enter_context, meeting))
             self._send([[(name, pickle.dumps(torch.zeros(self._models)))]] * self._group.tp, LOADER, flush_cache=False)
-            is_head = self._group.rank == self._group.head
-            first = self._together(lambda: self._accept(listener, ANSWERED_SECONDS) if is_head else None)
-            self._connection = self._together(lambda: first or self._accept(listener, CONNECT_SECONDS))
+            speaks = rank_in(os.environ) == 0
+            with working("waiting for the schedulers") if speaks else nullcontext(Work("")) as work:
+                self._connection = self._accept_together(listener, work)
+
+    def _accept_together(self, listener: Listener, work: Work) -> Connection:
+        """Return this rank's connection once all ranks have theirs. work: gets the ranks whose schedulers are late."""
+        connection: Connection | None = None
+        until = time.monotonic() + (CONNECT_SECONDS if self._place else ANSWERED_SECONDS)
+        while True:
+            connection = self._together(partial(self._accept, listener, until, connection))
+            late = torch.zeros(len(self._group.ranks), dtype=torch.int64)
+            late[self._place] = connection is None
+            dist.all_reduce(late, group=self._group.process_group)
+            if connection and not late.any():
+                return connection
+            ranks = ", ".join(str(self._group.ranks[place]) for place in late.nonzero().flatten().tolist())
+            work.what = f"rank {ranks} waits for its scheduler to connect"
+
+    @property
+    def _place(self) -> int:
+        """Number of this rank in the engine; 0 is the head's."""
+        return self._group.ranks.index(self._group.rank)
 
     def close(self) -> None:
         """Disconnect; the scheduler's thread ends."""
@@ -107,20 +131,29 @@ class SchedulerChannel:
             self._connection.close()
             self._connection = None
 
-    def _accept(self, listener: Listener, seconds: float) -> Connection:
-        """Return the connection of this rank's scheduler, once that has been shown all its models."""
-        # A Listener has no public way to set a timeout.
-        listener._listener._socket.settimeout(seconds)  # type: ignore[attr-defined]
+    def _accept(self, listener: Listener, until: float, before: Connection | None) -> Connection | None:
+        """Return the connection of this rank's scheduler, once that has been shown all its models; None if it may still
+        come. before: what an earlier call returned.
+        """
+        if before:
+            return before
         shown: list[str] = []
-        with suppress(TimeoutError):
+        # A Listener has no public way to set a timeout.
+        listener._listener._socket.settimeout(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))  # type: ignore[attr-defined]
+        try:
             connection = listener.accept()
+        except (TimeoutError, BlockingIOError):
+            if time.monotonic() < until:
+                return None
+        else:
             with _naming_a_closed_peer():
-                while len(shown) < self._models and connection.poll(seconds):
+                while len(shown) < self._models and connection.poll(ANSWERED_SECONDS):
                     shown.append(connection.recv_bytes().decode())
             if len(shown) == self._models:
                 return connection
         missing = DRAFT if not any(map(DRAFT_CLASS.search, shown)) else TARGET
         only = f", only {shown[0]}: no update reaches the {missing} model ({STALE_DRAFT})" if shown else ""
+        seconds = CONNECT_SECONDS if self._place and not shown else ANSWERED_SECONDS
         raise SchedulerFailed(
             f"SGLang answered an update call, but in {seconds:.0f} s it showed {len(shown)} of {self._models} models to"
             f" {self._scheduler}{only}; see {self._log}"
@@ -154,22 +187,12 @@ class SchedulerChannel:
             raise EngineFailed(f"{self._scheduler} has closed its connection; see {self._log}") from error
 
 
-def socket_folder(name: str) -> Path:
-    """Return the folder in which the ranks and schedulers of one host meet. Its path is short enough for sockets."""
-    return scratch.meeting_folder(name, len("/99999.socket"))
-
-
 @contextmanager
-def _listening(folder: Path, engine_rank: int) -> Iterator[Listener]:
-    """Listen on a socket in the folder, which is made if needed; remove both at the end."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _listening(folder: Path, name: str, engine_rank: int) -> Iterator[Listener]:
+    """Listen on a socket in the folder, which is removed at the end. Raise PermissionError, FileNotFoundError."""
     require_private(folder)
-    try:
-        with Listener(str(folder / f"{engine_rank}.socket"), family="AF_UNIX") as listener:
-            yield listener
-    finally:
-        with suppress(OSError):  # another rank's socket may still be there; the last rank removes the folder
-            folder.rmdir()
+    with Listener(str(folder / f"{name}-{engine_rank}"), family="AF_UNIX") as listener:
+        yield listener
 
 
 def require_private(folder: Path) -> None:
@@ -184,7 +207,7 @@ def require_private(folder: Path) -> None:
 def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Connect this scheduler to its trainer rank and serve it on a thread. SGLang calls it as a custom weight loader.
 
-    named_tensors: one dummy tensor, whose name is the folder of the sockets, and whose size is the number of models
+    named_tensors: one dummy tensor, whose name is that of the sockets, and whose size is the number of models
     that the loader is called for. The rank is told the class of each of them; it is served when all have been seen.
     """
     name, dummy = named_tensors[0]
@@ -192,7 +215,7 @@ def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]])
         connection, shown = SHOWN.pop(name) if name in SHOWN else (_connect(name), [])
         shown.append(model)
         connection.send_bytes(type(model).__name__.encode())
-    except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
+    except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
         # The trainer rank has died. If this raised, SGLang would end the scheduler, and that would look like the cause.
         print(f"no trainer rank listens: {error!r}", file=sys.stderr, flush=True)
         return
@@ -205,10 +228,19 @@ def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]])
 
 
 def _connect(name: str) -> Connection:
-    """Connect this scheduler to its trainer rank."""
-    folder = socket_folder(name)
+    """Connect this scheduler to its trainer rank.
+
+    Raise RuntimeError if that has never listened here: all ranks did, before SGLang was called.
+    """
+    folder, rank = Path(tempfile.gettempdir()), dist.get_rank()
     require_private(folder)
-    return Client(str(folder / f"{dist.get_rank()}.socket"), family="AF_UNIX")
+    socket = folder / f"{Path(name).name}-{rank}"  # in this folder, whatever the name is
+    if not socket.exists():
+        raise RuntimeError(
+            f"the scheduler of engine rank {rank} waits for its trainer rank in {folder}, where that does not listen:"
+            " ranks and schedulers of one host must share their folder for temporary files"
+        )
+    return Client(str(socket), family="AF_UNIX")
 
 
 @torch.no_grad()

@@ -108,14 +108,13 @@ class VerlEngine:
         if self._remove_log:
             atexit.register(self._remove_log)  # an interrupt may come before shutdown()
         self.log = folder / f"engine-rank{self.node.builder}.log"
-        models = 2 if sends_mtp_layer(self.engine_args) else 1
-        self._channel = SchedulerChannel(self.group, self._send, self.log, models)
         self._prepare_process()
         self._host: HostEngine | None = None
         speaks = rank_in(os.environ) == 0
         try:
             with working("waiting for SGLang's engine to start") if speaks else nullcontext():
                 self._host = self._prepare_host(base_port, on_death)
+                self._channel = self._make_channel()
                 self._start()
         except EngineFailed:
             if self._remove_log:
@@ -151,6 +150,13 @@ class VerlEngine:
                 host.stop()
             raise
         return host
+
+    def _make_channel(self) -> SchedulerChannel:
+        """Return this rank's channel, in the folder of the engine that this rank or another one builds on this host."""
+        folders = self.group.all_gather(self._host.folder if self._host else None)
+        folder, models = folders[self.node.builder], 2 if sends_mtp_layer(self.engine_args) else 1
+        assert folder is not None, "a builder has a folder"
+        return SchedulerChannel(self.group, self._send, folder, self.log, models)
 
     def _start(self) -> None:
         failure: Exception | None = None
@@ -200,9 +206,12 @@ class VerlEngine:
 
         Each engine rank gets its trainer rank's cores, so that engines do not share any.
         """
-        shared = cpu_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
+        numbers = [self._locations[rank].local_rank for rank in self.node.ranks]
+        if len(set(numbers)) < len(numbers):  # ranks of several launchers
+            numbers = list(range(len(numbers)))
+        shared = cpu_environment(max(len(numbers), int(os.environ["LOCAL_WORLD_SIZE"])))
         cores = shared["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
-        mine = [cores[self._locations[rank].local_rank] for rank in self.node.ranks]
+        mine = [cores[number] for number in numbers]
         if not self.api.cores_by_device:
             tp_ranks = [self.group.ranks.index(rank) % self.group.tp for rank in self.node.ranks]
             mine = cores_by_tp_rank(mine, tp_ranks, self.group.tp)

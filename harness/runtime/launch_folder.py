@@ -23,9 +23,9 @@ def launch_folder() -> Path | None:
     return Path(given) if given and is_own_folder(Path(given)) else None
 
 
-def report_of(run: Path, host: str) -> Path:
-    """Return the file of a run directory in which the launcher of a host keeps torchrun's own report."""
-    return run / f"torchrun-{host}.log"
+def report_of(run: Path, launcher: str) -> Path:
+    """Return the file of a run directory in which a launcher (World.launcher) keeps torchrun's own report."""
+    return run / f"torchrun-{launcher}.log"
 
 
 def tell_report(file: Path) -> None:

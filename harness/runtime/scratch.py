@@ -18,12 +18,10 @@ from harness.runtime.files import is_own_folder
 SHARED = "HARNESS_TMPDIR"
 """Environment variable with the folder for temporary files from before the run made its own, the same for a whole
 host."""
-RUN = "HARNESS_RUN"
-"""Environment variable with the name of the run on this host, once enter_run_folder() was called."""
 LONGEST_SOCKET = 107
 """The most bytes that the path of a Unix socket can have, without its final zero."""
 OF_ENGINE = len("/e12345678/torch-shm-dir-123456/manager.sock")
-"""Bytes of an engine's folder and the longest path made in it."""
+"""Bytes of an engine's folder and the longest path made in it. A channel's sockets are shorter."""
 
 
 def remove_what_exit_would() -> None:
@@ -34,23 +32,8 @@ def remove_what_exit_would() -> None:
 
 
 def shared() -> Path:
-    """Return the folder in which ranks and schedulers of one host find each other's files."""
+    """Return the folder in which the ranks of one launcher find each other's folders."""
     return Path(os.environ.get(SHARED) or tempfile.gettempdir())
-
-
-def shared_for_sockets(below: int) -> Path:
-    """Return shared(), or /tmp if that is too long for a socket whose path has this many more bytes."""
-    return Path(base_for(below, str(shared())))
-
-
-def meeting_folder(name: str, below: int) -> Path:
-    """Return a folder in which ranks and schedulers of one host meet. below: bytes of the longest path made in it.
-
-    In a run it is one that remove_run_folders() removes: a rank that is killed removes nothing.
-    """
-    if run := os.environ.get(RUN):
-        return Path(_base_of_run(run)) / f"{_prefix(run)}{name}"
-    return shared_for_sockets(len(f"/{name}") + below) / name
 
 
 def engine_folder() -> tempfile.TemporaryDirectory[str]:
@@ -64,7 +47,7 @@ def enter_run_folder(name: str) -> Path:
     name: the run on this host, by which run_folders() finds the folder.
     """
     folder = make_run_folder(name)
-    os.environ |= {**variables(folder), RUN: name}
+    os.environ |= variables(folder)
     tempfile.tempdir = str(folder)
     return folder
 

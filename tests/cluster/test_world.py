@@ -65,6 +65,18 @@ def test_the_gpu_of_an_engine_rank_is_as_far_from_its_trainers_as_the_location_s
     assert world.World(device=torch.device(device), **ranks).engine_gpu == gpu
 
 
+@pytest.mark.parametrize(("second", "names"), [("a", ["a-rank0", "a-rank0", "a-rank2"]), ("b", ["a", "a", "b"])])
+def test_two_launchers_of_one_host_have_two_names(second: str, names: list[str]) -> None:
+    """By which each keeps its own verdict in the run directory."""
+    hosts = [("a/1/net", 0), ("a/1/net", 1), (f"{second}/1/net", 0)]
+    places = tuple(
+        RankLocation(rank=rank, host=host, local_rank=local, visible=None) for rank, (host, local) in enumerate(hosts)
+    )
+    made = {"world_size": 3, "device": torch.device("cpu"), "locations": places}
+    worlds = [world.World(rank=rank, local_rank=local, host=host, **made) for rank, (host, local) in enumerate(hosts)]
+    assert [each.launcher for each in worlds] == names
+
+
 def test_the_cpu_is_chosen_where_it_is_wanted() -> None:
     assert choose_device("cpu", Launch.from_environment(TORCHRUN)) == torch.device("cpu")
 

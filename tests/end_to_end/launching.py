@@ -59,6 +59,10 @@ class Job:
     arguments: list[str]
     script: str = "launch/ppo.py"
     launcher: Launcher = "forked"
+    agent: int = 0
+    """Which of several launchers of one run this is."""
+    meeting: list[str] = field(default_factory=lambda: ["--nnodes=1", f"--master-port={free_port()}"])
+    """How torchrun finds the others."""
     prefix: list[str] = field(default_factory=list)
     """A command that runs torchrun."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -68,10 +72,10 @@ class Job:
     """Every descendant that was ever looked at: setproctitle overwrites a scheduler's environment, mark included."""
 
     def start(self) -> "Job":
-        self.log = self.folder.with_suffix(".log")
+        self.log = self.folder.with_suffix(f".{self.agent}.log")
         command = [
-            *[*self.prefix, sys.executable, *LAUNCHERS[self.launcher], "--nnodes=1", f"--nproc-per-node={self.ranks}"],
-            *[f"--master-port={free_port()}", self.script, *self.arguments, "--run.dir", str(self.folder)],
+            *[*self.prefix, sys.executable, *LAUNCHERS[self.launcher], *self.meeting, f"--nproc-per-node={self.ranks}"],
+            *[self.script, *self.arguments, "--run.dir", str(self.folder)],
         ]
         with self.log.open("w") as output:
             self.process = subprocess.Popen(

@@ -8,13 +8,13 @@ import operator
 import os
 import signal
 import socket
-import stat
 import struct
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,11 +29,19 @@ from torch import nn
 from harness.rollout import schedulers, sglang_api
 from harness.rollout.engine_errors import PeerGone
 from harness.rollout.engine_ranks import Group
-from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, socket_folder, start_serving
+from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, start_serving
+from harness.runtime.working import Work
 from harness.weights.worker.compare_tensors import held_tensors
 from tests.cluster.gloo import on_ranks
 
 T = TypeVar("T")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder like an engine's: private, and with a path short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 class Stage(nn.Module):
@@ -70,7 +78,8 @@ class Engine:
         self.group = Group(process_group=group, ranks=tuple(range(ranks)), rank=rank, tp=ranks, pp=1)
         self.folder = Path(folder)
         self.calls = 0
-        self.channel = SchedulerChannel(self.group, self.send, Path("engine.log"), models)
+        tempfile.tempdir = folder  # the schedulers' too, as an engine's folder is
+        self.channel = SchedulerChannel(self.group, self.send, self.folder, Path("engine.log"), models)
         arguments = (rank, self.folder, seconds_a_call, models, shown)
         self.scheduler = multiprocessing.get_context("fork").Process(target=scheduler, args=arguments, daemon=True)
         self.scheduler.start()
@@ -170,7 +179,6 @@ def test_a_failure_is_raised_on_every_rank_and_the_next_question_is_answered(tmp
 
 def _order(rank: int, folder: str) -> list[Any]:
     ask = planted(first)
-    tempfile.tempdir = f"{folder}/t"
     engine = Engine(rank, 2, folder, seconds_a_call=0.4 * rank)
     asked = [engine.channel.ask(ask, 0)]
     engine.channel.open()
@@ -180,9 +188,32 @@ def _order(rank: int, folder: str) -> list[Any]:
 
 
 def test_what_is_asked_on_a_new_connection_comes_after_the_engine_s_calls(tmp_path: Path) -> None:
-    (temporary := tmp_path / "t").mkdir()
     assert on_ranks(_order, 2, tmp_path, str(tmp_path)) == [[1.0, 2.0, 3.0]] * 2
-    assert not list(temporary.iterdir()), "folders of sockets are removed"
+    assert not list(tmp_path.glob("harness-*")), "sockets are removed"
+
+
+def _late(rank: int, folder: str) -> list[str]:
+    """What rank 0 says of what it waits for, while the scheduler of rank 1 takes its time."""
+    schedulers.LOOK_SECONDS = 0.1
+    engine, said = Engine(rank, 2, folder, seconds_a_call=1.0 * rank), []
+
+    class Noted(Work):
+        def __setattr__(self, name: str, value: object) -> None:
+            said.append(str(value))
+
+    @contextmanager
+    def noted(what: str) -> Iterator[Work]:
+        yield Noted(what)
+
+    schedulers.working = noted
+    os.environ["RANK"] = str(rank)
+    engine.channel.open()
+    return said
+
+
+def test_a_wait_says_which_rank_s_scheduler_is_late(tmp_path: Path) -> None:
+    zero, one = on_ranks(_late, 2, tmp_path, str(tmp_path))
+    assert "rank 1 waits for its scheduler to connect" in zero and not one
 
 
 def _death(rank: int, folder: str) -> tuple[str, float]:
@@ -226,7 +257,7 @@ def _one_of_two(rank: int, folder: str) -> tuple[str, float]:
 
 def test_a_draft_model_that_no_update_call_is_shown_is_named_at_once(tmp_path: Path) -> None:
     for message, seconds in on_ranks(_one_of_two, 2, tmp_path, str(tmp_path)):
-        assert "1 of 2 models to the scheduler of rank 0, only Stage" in message
+        assert "1 of 2 models to the scheduler of rank " in message
         assert "no update reaches the draft model (mtp-draft-stale)" in message
         assert seconds < schedulers.CONNECT_SECONDS / 5
 
@@ -244,7 +275,7 @@ HALF = struct.pack("!i", 1000) + b"of a thousand bytes"
 
 def channel_over(connection: Connection) -> Any:
     group: Any = SimpleNamespace(rank=0)
-    channel: Any = SchedulerChannel(group, send=lambda *_, **__: None, log=Path("engine.log"))
+    channel: Any = SchedulerChannel(group, lambda *_, **__: None, Path("unused"), Path("engine.log"))
     channel._connection = connection
     return channel
 
@@ -320,17 +351,14 @@ def test_a_scheduler_outlives_its_trainer_rank(dies: str) -> None:
     assert theirs.closed
 
 
-@pytest.mark.parametrize("dies", ["before it listens", "before it accepts"])
 def test_a_scheduler_outlives_a_trainer_rank_that_never_accepted(
-    dies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SGLang would end a scheduler whose loader raises."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    if dies == "before it accepts":  # killed, it leaves its socket
-        (folder := socket_folder("f")).mkdir(mode=0o700)
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(str(folder / "0.socket"))
+    with socket.socket(socket.AF_UNIX) as one:  # killed, the rank leaves its socket
+        one.bind(str(tmp_path / "f-0"))
     before = threading.active_count()
     for _ in range(2):
         start_serving(Stage(), [("f", torch.zeros(2))])
@@ -338,25 +366,22 @@ def test_a_scheduler_outlives_a_trainer_rank_that_never_accepted(
     assert "no trainer rank listens" in capsys.readouterr().err
 
 
-def test_the_folder_of_sockets_is_private_and_goes_with_the_last_of_them(
+def test_a_scheduler_whose_rank_listens_elsewhere_says_who_waits_for_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = socket_folder("f")
-    with schedulers._listening(folder, 0):
-        with schedulers._listening(folder, 1):
-            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert folder.exists()
-    assert not folder.exists()
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    with pytest.raises(RuntimeError, match=f"the scheduler of engine rank 3 waits for its trainer rank in {tmp_path}"):
+        start_serving(Stage(), [("f", torch.zeros(1))])
 
 
 @pytest.mark.parametrize("made", ["open to its group", "a link", "of another user"])
 def test_a_folder_that_another_user_could_have_made_is_refused_at_both_ends(
     made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    folder = socket_folder("f")
+    folder = tmp_path / "engine"
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     if made == "a link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         folder.symlink_to(tmp_path / "elsewhere")
@@ -368,18 +393,10 @@ def test_a_folder_that_another_user_could_have_made_is_refused_at_both_ends(
         if os.geteuid():
             pytest.skip("only root gives a folder away")
         os.chown(folder, 65534, 65534)
-    with pytest.raises(PermissionError, match="with mode 0700"), schedulers._listening(folder, 0):
+    with pytest.raises(PermissionError, match="with mode 0700"), schedulers._listening(folder, "f", 0):
         pass
     with pytest.raises(PermissionError, match="with mode 0700"):
         start_serving(Stage(), [("f", torch.zeros(1))])
-    assert folder.exists()
-
-
-def test_a_long_path_for_temporary_files_leaves_room_for_sockets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
-    assert socket_folder("harness-0123456789abcdef") == Path("/tmp/harness-0123456789abcdef")
 
 
 def test_sglang_finds_the_loader_by_its_path() -> None:

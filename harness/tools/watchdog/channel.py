@@ -93,7 +93,8 @@ class Flush(Message, tag="flush"):
 
 
 class Met(Message, tag="peers"):
-    """All ranks have met. own: index of this host in nodes; key: of the heartbeats; folder: the run directory.
+    """All ranks have met. own: index of this launcher in nodes; key: of the heartbeats; folder: the run directory;
+    launcher: its name (World.launcher).
 
     Its answer comes once the hosts hear each other.
     """
@@ -102,6 +103,7 @@ class Met(Message, tag="peers"):
     own: int
     key: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})+$")]
     folder: str
+    launcher: str
 
     def __post_init__(self) -> None:
         if not 0 <= self.own < len(self.nodes):

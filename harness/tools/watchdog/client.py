@@ -156,7 +156,8 @@ class WatchdogObserver(Observer):
         from harness.cluster.world import all_gather
 
         self._run = run
-        self.meet(all_gather(replace(self.own, address=own_address(os.environ))), run.folder)
+        addresses = all_gather(replace(self.own, address=own_address(os.environ)))
+        self.meet(addresses, run.folder, run.world.launcher)
 
     def connect(self, rank: int, local_rank: int, phases: OpenPhases, settings: WatchdogSettings) -> None:
         """Connect to the watchdog; the first rank of a torchrun starts it."""
@@ -181,12 +182,12 @@ class WatchdogObserver(Observer):
         self._tell_place()
         threading.Thread(target=self._obey, args=[line], name="watchdog-client", daemon=True).start()
 
-    def meet(self, addresses: Sequence[WatchdogAddress], folder: Path) -> None:
+    def meet(self, addresses: Sequence[WatchdogAddress], folder: Path, launcher: str) -> None:
         """Let the watchdogs listen to each other, and wait for their first beats. addresses: of all ranks.
 
         A rank that went on before its watchdog has seen it could end without a trace of how.
 
-        folder: the run directory, where the watchdog keeps its verdict.
+        folder: the run directory, where the watchdog keeps its verdict. launcher: its name there.
         """
         by_watchdog: dict[tuple[str, str], list[WatchdogAddress]] = {}
         for each in addresses:
@@ -200,7 +201,7 @@ class WatchdogObserver(Observer):
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 if each.rank != self.own.rank:
                     self._others[each.rank] = psutil.Process(each.pid)
-        self._met = channel.Met(nodes, own, addresses[0].secret, str(folder))
+        self._met = channel.Met(nodes, own, addresses[0].secret, str(folder), launcher)
         self._ask(self._met)
 
     def flush(self) -> None:

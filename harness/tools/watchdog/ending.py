@@ -242,7 +242,8 @@ class LostWatchdog:
         failure = RunFailure(kind="watchdog", time=now, host=host, ranks=(self.rank,), place=self.place, detail=detail)
         places, world_size = {self.rank: self.place}, self.settings.world_size
         view = JobView(now=now, world_size=world_size, places=places, hosts={self.rank: host})
-        return RunVerdict(host, Path(self.met.folder) if self.met else None, [failure], view)
+        folder, name = (Path(self.met.folder), self.met.launcher) if self.met else (None, "")
+        return RunVerdict(name, folder, [failure], view)
 
     def _tell_other_hosts(self, failure: RunFailure) -> None:
         if self.met and len(self.met.nodes) > 1:

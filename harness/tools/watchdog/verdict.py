@@ -167,7 +167,7 @@ def _gpu_memory() -> str:
 class RunVerdict:
     """What one host knows of a run that failed; whatever may block is done on threads."""
 
-    host: str
+    launcher: str  # name of its files in the run directory (World.launcher)
     folder: Path | None  # the run directory; None before the ranks have met
     failures: list[RunFailure]
     view: JobView
@@ -214,11 +214,11 @@ class RunVerdict:
         view = replace(self.view, waiting={rank: stack.waits for rank, stack in ranks.items() if stack.frames})
         explanation = _describe_stacks(ranks)
         if self._stacks and self.folder:
-            explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
+            explanation.append(f"all stacks: {self.folder}/stacks-{self.launcher}-*.txt")
         lines = report_lines(self.failures, view, [*explanation, *self._explained()[0]])
         if not self.folder:
             return lines
-        kept = f"; torchrun's own report: {report_of(self.folder, self.host).name}" if launch_folder() else ""
+        kept = f"; torchrun's own report: {report_of(self.folder, self.launcher).name}" if launch_folder() else ""
         return [*lines, f"  run directory: {self.folder}{kept}"]
 
     def in_a_line(self) -> str:
@@ -230,11 +230,11 @@ class RunVerdict:
         """Write it to the run directory; block as long as the folder does."""
         if not self.folder:
             return
-        kept = {"host": self.host, "code": self.cause.code, "said": self.lines(), "slug": self._explained()[1]}
+        kept = {"host": self.launcher, "code": self.cause.code, "said": self.lines(), "slug": self._explained()[1]}
         kept |= {"first": asdict(self.cause), "failures": [asdict(each) for each in self.failures]}
-        files = {f"failure-{self.host}.json": json.dumps(redact.values(kept), indent=1)}
-        files |= {f"stacks-{self.host}-{stack.name}.txt": redact.text(stack.text) for stack in self._stacks}
-        files |= {f"gpus-{self.host}.txt": self._gpus} if self._gpus else {}
+        files = {f"failure-{self.launcher}.json": json.dumps(redact.values(kept), indent=1)}
+        files |= {f"stacks-{self.launcher}-{stack.name}.txt": redact.text(stack.text) for stack in self._stacks}
+        files |= {f"gpus-{self.launcher}.txt": self._gpus} if self._gpus else {}
         with suppress(OSError):  # a full disk, or a folder on a lost host: the screen has it
             for name, text in files.items():
                 replace_file(self.folder / name, text)

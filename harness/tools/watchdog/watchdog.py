@@ -108,6 +108,7 @@ class Watchdog:
     ranks: list[LocalRank] = field(default_factory=list)
     beats: Heartbeats | None = None
     folder: Path | None = None  # the run directory
+    name: str = ""  # in the run directory; "" before the ranks have met
     own: list[RunFailure] = field(default_factory=list)  # failures that were noticed on this host
     cleanup: HostCleanup = field(init=False)
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
@@ -151,7 +152,7 @@ class Watchdog:
             self.serve(self._all_gone, MISTAKE_SECONDS)
             if self._all_gone():
                 return None
-        verdict = RunVerdict(self.settings.host, self.folder, self._failures(), self._view())
+        verdict = RunVerdict(self.name, self.folder, self._failures(), self._view())
         if verdict.cause.code == TIMED_OUT:
             self._collect(verdict)
         self.serve(verdict.explanation.done, EXPLANATION_SECONDS)
@@ -197,7 +198,7 @@ class Watchdog:
         everywhere = [*self.own, *(self.beats.failures() if self.beats else ())]
         once: dict[Any, RunFailure] = {}
         for failure in sorted(everywhere, key=lambda each: each.time):
-            once.setdefault((failure.kind, failure.host) if failure.kind == "lost" else id(failure), failure)
+            once.setdefault((failure.kind, failure.ranks) if failure.kind == "lost" else id(failure), failure)
         return list(once.values())
 
     def _is_over(self) -> bool:
@@ -285,7 +286,7 @@ class Watchdog:
                 if code:
                     self._fail(rank, "mistake", f"ended with exit code {code}", code=code)
             case channel.Met():
-                rank.meets, self.folder = True, Path(message.folder)
+                rank.meets, self.folder, self.name = True, Path(message.folder), message.launcher
                 if self.beats is None and self.hosts_socket is not None:
                     self._selector.register(self.hosts_socket, selectors.EVENT_READ)
                     seconds = self.settings.heartbeat_timeout

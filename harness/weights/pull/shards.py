@@ -55,13 +55,17 @@ def cuts_of(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, tuple[C
     }
 
 
-def export_shards(tensors: Mapping[str, torch.Tensor], rank: int, host: str, gpu: str | None) -> RankShards:
+def export_shards(
+    tensors: Mapping[str, torch.Tensor], rank: int, host: str, gpu: str | None, ranks_here: int
+) -> RankShards:
     """Return this rank's parts. CPU tensors that are not in shared memory yet are moved there, in place.
+
+    ranks_here: how many ranks of this host do the same.
 
     Raise MemoryError if shared memory has no room for them, CudaCallFailed if an allocation cannot be exported.
     """
     parts = {name: local(tensor) for name, tensor in tensors.items()}
-    _check_room(parts.values())
+    _check_room(parts.values(), ranks_here)
     memories: dict[int, tuple[bytes | str, int]] = {}
     places: dict[str, ShardPlace] = {}
     for name, tensor in parts.items():
@@ -125,11 +129,11 @@ def have_moved(tensors: Mapping[str, torch.Tensor], exported: RankShards) -> boo
     return any(address(tensors[name]) != place.address for name, place in exported.places.items())
 
 
-def _check_room(tensors: Iterable[torch.Tensor]) -> None:
+def _check_room(tensors: Iterable[torch.Tensor], ranks_here: int) -> None:
     """Raise MemoryError if the host's shared memory has no room: the kernel would kill this rank when it is filled."""
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if not each.is_cuda}
     missing = sum(each.nbytes() for each in storages.values() if not each.is_shared())
-    free = shutil.disk_usage("/dev/shm").free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if missing else 0
+    free = shutil.disk_usage("/dev/shm").free // ranks_here if missing else 0
     if missing > free:
         raise MemoryError(
             f"/dev/shm must have room for the shards of each rank, {missing >> 20} MiB, got {free >> 20} MiB: in a"

@@ -4,6 +4,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,8 @@ class PullTransport:
         """Export the shards, plan what goes over the network, and have every scheduler prepare its copies."""
         rank, host, gpu = self.engine.group.rank, self.engine.host, self.engine.trainer_gpu
         tensors, visible = weights.tensors, self.engine.visible_gpus
-        mine = export_shards(tensors, rank, host, gpu)
+        export = partial(export_shards, rank=rank, host=host, gpu=gpu, ranks_here=all_gather(host).count(host))
+        mine = export(tensors)
         openable = tuple(
             each for each in all_gather(mine) if each.host == host and (visible is None or each.gpu in visible)
         )
@@ -110,7 +112,7 @@ class PullTransport:
         self._staging, staging = None, ()
         if nbytes := staging_bytes(self.batches):
             self._staging = torch.empty(nbytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-            exported = all_gather(export_shards({STAGING: self._staging}, rank, host, gpu))
+            exported = all_gather(export({STAGING: self._staging}))
             staging = tuple(each for each in exported if islands[each.rank] == islands[rank])
         self.engine.ask(puller.prepare, (self._name, Deliveries(batches=self.batches, staging=staging)))
         self._groups, self._exported, self._pulled = weights.groups, mine, 0

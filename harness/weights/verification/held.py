@@ -169,7 +169,7 @@ class HeldWeights:
         """
         run = self.run
         if run.compares_held:
-            with run.events.phase("verify_copies"):
+            with run.events.phase("verify_copies", "the search of each scheduler for copies of its weights"):
                 stale = describe_stale_copies(run.sync.engine)
                 run.sync.engine.ask(find_copies)
             refuse(

@@ -44,12 +44,12 @@ class Rehearsal:
             return
         self.held.poison()
         tensors, seed = run.sync.sent.held_tensors(), seed_of(run.config.run.seed, run.events.step or 0)
-        with run.events.phase("verify_perturb"):
+        with run.events.phase("verify_perturb", "every weight of the trainer to be changed"):
             perturb(tensors, seed)
         try:
             self._sync_changed(generate, score)
         finally:
-            with run.events.phase("verify_perturb"):
+            with run.events.phase("verify_perturb", "every weight of the trainer to be changed back"):
                 perturb(tensors, seed)
         run.memory.resume_weights()
 

@@ -54,7 +54,7 @@ def link_rates(world: World, dtype: torch.dtype, sent: torch.dtype) -> dict[str,
     region = Region(0, 0, 0, ((rows, columns, columns), (columns, 1, 1)))
     source = torch.ones(rows, columns, dtype=dtype, device=world.device)
     target = torch.empty(rows, columns, dtype=sent, device=world.device)
-    exported = all_gather(export_shards({"source": source}, world.rank, world.host, None))
+    exported = all_gather(export_shards({"source": source}, world.rank, world.host, None, world.world_size))
     peer = (world.rank + 1) % world.world_size
     opened = OpenShards([exported[peer]])
     places = {"same_gpu": source.data_ptr(), "nvlink": opened.find(peer, "source")[0]}

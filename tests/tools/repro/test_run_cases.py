@@ -50,10 +50,10 @@ def test_what_it_left_running_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_launchers_variables_do_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "HARNESS_RUN", "CUDA_VISIBLE_DEVICES"):
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "HARNESS_TMPDIR", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "1")
     made = run_cases.variant_environment("some", [])
-    assert {"RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "HARNESS_RUN"}.isdisjoint(made)
+    assert {"RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "HARNESS_TMPDIR"}.isdisjoint(made)
     assert (made["TMPDIR"], made["CUDA_VISIBLE_DEVICES"]) == ("some", "1")
     assert made["PYTHONPATH"].startswith(str(run_cases.REPOSITORY))
     assert run_cases.variant_environment("some", ["4", "7"])["CUDA_VISIBLE_DEVICES"] == "4,7"

@@ -38,7 +38,7 @@ def meet(client: WatchdogObserver, folder: Path, world_size: int, address: str, 
     files = [folder / f"address-{rank}" for rank in range(world_size)]
     while not all(file.exists() for file in files):
         time.sleep(0.01)
-    client.meet([pickle.loads(file.read_bytes()) for file in files], run_folder)
+    client.meet([pickle.loads(file.read_bytes()) for file in files], run_folder, client.own.host)
 
 
 def main() -> None:

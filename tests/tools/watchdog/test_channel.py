@@ -223,7 +223,14 @@ def test_any_packet_is_a_message_or_malformed(line: bytes) -> None:
 
 @pytest.mark.parametrize("wrong", [{"nodes": [{"host": "a", "ranks": [0], "port": 1 << 16}]}, {"own": 1}, {"key": "x"}])
 def test_a_meeting_that_cannot_be_is_malformed(wrong: dict[str, object]) -> None:
-    right = {"say": "peers", "nodes": [{"host": "a", "ranks": [0], "port": 1}], "own": 0, "key": "00", "folder": "runs"}
+    right = {
+        "say": "peers",
+        "nodes": [{"host": "a", "ranks": [0], "port": 1}],
+        "own": 0,
+        "key": "00",
+        "folder": "runs",
+        "launcher": "a",
+    }
     assert isinstance(parse(json.dumps(right).encode()), Met)
     with pytest.raises(MalformedError):
         parse(json.dumps(right | wrong).encode())
@@ -247,7 +254,7 @@ def pair(doors: list[socket.socket], clocks: list[Callable[[], float]], lost_sec
         for index, door in enumerate(doors)
     )
     return [
-        Heartbeats(door, Met(nodes, own, KEY.hex(), ""), lost_seconds, clock)
+        Heartbeats(door, Met(nodes, own, KEY.hex(), "", ""), lost_seconds, clock)
         for own, (door, clock) in enumerate(zip(doors, clocks, strict=True))
     ]
 

@@ -73,7 +73,7 @@ def test_another_process_reads_what_was_exported_and_an_unknown_handle_is_named(
     process = multiprocessing.get_context("spawn").Process(target=_read, args=(theirs,))
     process.start()
     theirs.close()  # so that recv() ends if the process does
-    ours.send(export_shards(live, 0, "here", "0"))
+    ours.send(export_shards(live, 0, "here", "0", 1))
     found, refused = ours.recv()
     process.join()
     assert found == live["b"].tolist()

@@ -14,21 +14,19 @@ MIB = 1 << 20
 def test_shards_that_shared_memory_has_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """On that rank alone: the others end with it, by the first failure."""
     monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * MIB))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     live = {"one": torch.zeros(2 * MIB, dtype=torch.uint8), "two": torch.zeros(MIB, dtype=torch.uint8)}
     with pytest.raises(MemoryError, match="/dev/shm must have room for the shards of each rank, 3 MiB, got 2 MiB"):
-        export_shards(live, 0, "here", None)
+        export_shards(live, 0, "here", None, 2)
     assert not any(tensor.is_shared() for tensor in live.values()), "nothing has been moved"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    export_shards(live, 0, "here", None)
+    export_shards(live, 0, "here", None, 1)
     monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    export_shards(live, 0, "here", None)  # what is shared already needs no room
+    export_shards(live, 0, "here", None, 1)  # what is shared already needs no room
 
 
 def test_views_of_one_storage_are_one_memory_and_are_found_in_it() -> None:
     whole = torch.arange(12.0)
     live = {"head": whole[:5], "tail": whole[5:], "none": whole[:0], "other": torch.ones(3).bfloat16()}
-    exported = export_shards(live, 3, "here", None)
+    exported = export_shards(live, 3, "here", None, 1)
     assert len(exported.memories) == 2 and exported.places.keys() == {"head", "tail", "other"}
     opened = OpenShards([exported])
     address, dtype = opened.find(3, "tail")
@@ -42,7 +40,7 @@ def test_views_of_one_storage_are_one_memory_and_are_found_in_it() -> None:
 
 def test_a_tensor_that_has_moved_is_seen() -> None:
     live = {"one": torch.zeros(3), "none": torch.zeros(0)}
-    exported = export_shards(live, 0, "here", None)
+    exported = export_shards(live, 0, "here", None, 1)
     live["one"].fill_(1)
     assert not have_moved(live, exported)
     live["one"].data = live["one"].data.clone()
