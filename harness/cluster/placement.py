@@ -43,7 +43,7 @@ class RankLocation:
     engine_offset: int = 0
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on host {self.host}"
+        return f"rank {self.rank} on host {host_name(self.host)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def _check_gpus(locations: Sequence[RankLocation]) -> None:
         if _kind(gpu) != _kind(gpu_of(first)):
             raise ValueError(
                 f"rank {first.rank} uses GPU {gpu_of(first)} and rank {location.rank} uses GPU {gpu} of host "
-                f"{location.host}, which may be the same one: set CUDA_VISIBLE_DEVICES in one form, all indices or all "
+                f"{host_name(location.host)}, which may be the same one: set CUDA_VISIBLE_DEVICES in one form, all indices or all "
                 "UUIDs, for every rank of a host"
             )
         own = {f"rank {location.rank} (local rank {location.local_rank})": gpu}
@@ -219,7 +219,7 @@ def _check_gpus(locations: Sequence[RankLocation]) -> None:
         for user, used in own.items():
             if (other := users.setdefault((location.host, used), user)) != user:
                 raise ValueError(
-                    f"{other} and {user} both use GPU {used} of host {location.host}: set CUDA_VISIBLE_DEVICES to one list"
+                    f"{other} and {user} both use GPU {used} of host {host_name(location.host)}: set CUDA_VISIBLE_DEVICES to one list"
                     " of distinct GPUs for the whole host, or give each rank, with parallel.colocate = false each torchrun,"
                     " different GPUs"
                 )
@@ -238,7 +238,7 @@ def _check_hosts(dims: ParallelDims, dp: int, locations: Sequence[RankLocation])
         (most, n_most), (least, n_least) = share.most_common()[0], share.most_common()[-1]
         example = next(rank for rank in ranks if locations[rank].host == least)
         raise ValueError(
-            f"{engine} has {n_most} ranks on host {most} but {n_least} on host {least} (rank {example}): SGLang needs "
+            f"{engine} has {n_most} ranks on host {host_name(most)} but {n_least} on host {host_name(least)} (rank {example}): SGLang needs "
             "equal shares, so choose parallel.tp * parallel.pp to divide --nproc-per-node or to be a multiple of it"
         )
     nnodes = len(share)
@@ -257,5 +257,5 @@ def _check_hosts(dims: ParallelDims, dp: int, locations: Sequence[RankLocation])
             remedy = 'set parallel.rank_order = "dp,pp,tp"'
         raise ValueError(
             f"{engine} is not contiguous by host in SGLang's order (pp, then tp), which is on hosts"
-            f" {', '.join(hosts_of(ranks))}: {remedy}"
+            f" {', '.join(map(host_name, hosts_of(ranks)))}: {remedy}"
         )

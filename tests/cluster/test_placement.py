@@ -334,7 +334,7 @@ def test_pp_in_the_default_rank_order_reorders_the_list() -> None:
             ["0", "1", "0", "1"],
             r"rank 0 \(local rank 0\) and rank 2 \(local rank 2\) both use GPU 0 of host h0: set CUDA_VISIBLE",
         ),
-        (["0,1,2,3", "0", "2", "3"], "rank 0 .* and rank 1 .* both use GPU 0 of host h0"),
+        (["0,1,2,3", "0", "2", "3"], "rank 0 .* and rank 1 .* both use GPU 0 of host h0:"),
         (
             ["0", "1", "2", UUIDS[3]],
             f"rank 0 uses GPU 0 and rank 3 uses GPU {UUIDS[3]} of host h0, which may be the same",
@@ -344,7 +344,7 @@ def test_pp_in_the_default_rank_order_reorders_the_list() -> None:
     ],
 )
 def test_undecidable_or_shared_gpus_are_refused(lists: list[str | None], message: str) -> None:
-    locations = [RankLocation(rank, "h0", rank, parse_visible(value)) for rank, value in enumerate(lists)]
+    locations = [RankLocation(rank, "h0/boot/net:[1]", rank, parse_visible(value)) for rank, value in enumerate(lists)]
     with pytest.raises(ValueError, match=message):
         place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda")
 
