@@ -140,9 +140,13 @@ class Explainer:
         for why, instead in exchanges(everywhere, {name: self.stored[name].shape or () for name in everywhere}):
             yield Candidate(why, recipe, scale, Exchanged(reader, instead))
         for other in made.keys() - {rank}:
+            theirs, their_scale = made[other].recipes()
             for members, subject in sets:
-                if mixed := _with_shards_of(recipe, made[other].recipes()[0], members):
-                    yield Candidate(f"{subject} arrived as the shard of rank {other}", mixed, scale, reader)
+                mixed = _with_shards_of(recipe, theirs, members)
+                scales = _with_shards_of(scale, their_scale, members) if scale and their_scale else None
+                if mixed or scales:
+                    why = f"{subject} arrived as the shard of rank {other}"
+                    yield Candidate(why, mixed or recipe, scales or scale, reader)
         for members, subject in sets:
             for said, change in changes():
                 yield Candidate(f"{subject} {said}", recipe, scale, Changed(reader, members, shapes, change))
@@ -177,8 +181,8 @@ def _sources(recipe: Recipe, scale: Recipe | None) -> tuple[str, ...]:
 
 def _left_out(moved: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str, str, int | None]]:
     """Yield what may not have been updated: a set of names, what it is called, and which half of each tensor."""
-    for members, subject in sets_of(moved, of):
-        for said, half in (("", None), (" in the first half", 0), (" in the second half", 1)):
+    for said, half in (("", None), (" in the first half", 0), (" in the second half", 1)):
+        for members, subject in sets_of(moved, of):
             yield members, subject, said, half
     for members, subject in runs_of(moved):
         yield members, subject, "", None

@@ -2,7 +2,8 @@
 would have left, and the phrase that says so.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, islice
 from math import prod
@@ -13,6 +14,7 @@ from harness.tools.verify.values import Source
 from harness.weights.tensor_view import NUMBER, without_numbers
 from harness.weights.traced.model_state import INTEGER
 
+EXPERT = re.compile(r"(.*\.experts\.\d+)\..*")
 PAIRS = 2000
 """How many pairs of experts are tried at most, each with the two exchanged."""
 
@@ -75,20 +77,16 @@ def whole(source: Source, name: str, shapes: Shapes) -> torch.Tensor:
 
 def sets_of(names: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str]]:
     """Yield each set of names that a single mistake may have hit, with what to call it: all names, those of a kind,
-    those of one expert, a name alone.
+    those of one expert, a weight with its scales, a name alone.
 
     of: how many fill the tensor; so many together are called "it".
     """
     seen = set()
-    for members in (
-        list(names),
-        *kinds_of(names).values(),
-        *_by_number(names).values(),
-        *([name] for name in names),
-    ):
-        if members and (found := frozenset(members)) not in seen:
-            seen.add(found)
-            yield found, "it" if len(members) == of else called(members)
+    for key in (_all_alike, without_numbers, _kind_of_linear, _expert_of, _linear_of, str):
+        for members in grouped(names, key).values():
+            if (found := frozenset(members)) not in seen:
+                seen.add(found)
+                yield found, "it" if len(members) == of else called(members)
 
 
 def runs_of(names: Sequence[str]) -> Iterator[tuple[frozenset[str], str]]:
@@ -105,20 +103,30 @@ def called(names: Sequence[str]) -> str:
     return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more like it"
 
 
-def kinds_of(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names by what they have in common but for numbers, such as the gate_proj of all experts."""
+def grouped(names: Iterable[str], key: Callable[[str], str] = without_numbers) -> dict[str, list[str]]:
+    """Return the names by what they have in common; by default all but numbers, as the gate_proj of all experts has."""
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(without_numbers(name), []).append(name)
+        found.setdefault(key(name), []).append(name)
     return found
 
 
-def _layers_of(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names by the linear layer that they are of, but for numbers: a weight and its scales together."""
-    found: dict[str, list[str]] = {}
-    for name in sorted(names, key=lambda each: each.rpartition(".")[2]):
-        found.setdefault(without_numbers(name.rpartition(".")[0]), []).append(name)
-    return found
+def _all_alike(_: str) -> str:
+    return ""
+
+
+def _expert_of(name: str) -> str:
+    """Return the path of the expert that a tensor is of, such as mlp.experts.3; its own name if it is of none."""
+    return EXPERT.sub(r"\1", name)
+
+
+def _linear_of(name: str) -> str:
+    """Return the path of a tensor's linear layer, which a weight and its scales have in common."""
+    return name.rpartition(".")[0]
+
+
+def _kind_of_linear(name: str) -> str:
+    return without_numbers(_linear_of(name))
 
 
 def changes() -> Iterator[tuple[str, Change]]:
@@ -144,8 +152,9 @@ def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[
     """Yield tensors that may be in each other's place, with the sentence that says so: those of two layers, such as
     gate_proj and up_proj, with their scales or without, and all experts in another order.
     """
-    kinds = kinds_of(names)
-    for parts in (_layers_of(names), kinds) if len(_layers_of(names)) < len(kinds) else (kinds,):
+    kinds = grouped(names)
+    linears = grouped(sorted(names, key=lambda name: name.rpartition(".")[2]), _kind_of_linear)
+    for parts in (linears, kinds) if len(linears) < len(kinds) else (kinds,):
         for first, second in combinations(parts.values(), 2):
             if [shapes[name] for name in first] == [shapes[name] for name in second]:
                 each = ", in every expert" if ".experts." in first[0] else ""

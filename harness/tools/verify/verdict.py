@@ -10,7 +10,7 @@ from harness.tools.full_size.findings import KV_CACHE_SCALES
 from harness.tools.full_size.ranks_at_true_size import layer_of
 from harness.tools.verify.comparison import NOTHING, UNTOLD, Compared, Unpredicted
 from harness.tools.verify.explanations import called_ranks
-from harness.tools.verify.mistakes import called, kinds_of
+from harness.tools.verify.mistakes import called, grouped
 from harness.tools.verify.rank_predictions import IN_PART
 from harness.tools.verify.server import TARGET, Server
 
@@ -49,7 +49,7 @@ class Different:
 
     def sentence(self) -> str:
         """Return the reason, and what fills the tensor."""
-        filled = ", ".join(map(called, kinds_of(self.sources).values()))
+        filled = ", ".join(map(called, grouped(self.sources).values()))
         return f"{self.reason()} (filled from {filled})" if filled else self.reason()
 
 
