@@ -5,6 +5,7 @@ would have left, and the phrase that says so.
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, combinations, islice
 from math import prod
 
@@ -15,6 +16,7 @@ from harness.weights.tensor_view import NUMBER, without_numbers
 from harness.weights.traced.model_state import INTEGER
 
 EXPERT = re.compile(r"(.*\.experts\.\d+)\..*")
+"""A tensor of an expert; the group is the expert's path."""
 PAIRS = 2000
 """How many pairs of experts are tried at most, each with the two exchanged."""
 
@@ -82,7 +84,7 @@ def sets_of(names: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str
     of: how many fill the tensor; so many together are called "it".
     """
     seen = set()
-    for key in (_all_alike, without_numbers, _kind_of_linear, _expert_of, _linear_of, str):
+    for key in (lambda _: "", without_numbers, _kind_of_linear, partial(EXPERT.sub, r"\1"), _linear_of, str):
         for members in grouped(names, key).values():
             if (found := frozenset(members)) not in seen:
                 seen.add(found)
@@ -109,15 +111,6 @@ def grouped(names: Iterable[str], key: Callable[[str], str] = without_numbers) -
     for name in names:
         found.setdefault(key(name), []).append(name)
     return found
-
-
-def _all_alike(_: str) -> str:
-    return ""
-
-
-def _expert_of(name: str) -> str:
-    """Return the path of the expert that a tensor is of, such as mlp.experts.3; its own name if it is of none."""
-    return EXPERT.sub(r"\1", name)
 
 
 def _linear_of(name: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from harness.config.layers import ConfigError
 from harness.tools.preflight import check_index, check_safetensors
 from harness.tools.user_sender import FUNCTION
+from harness.weights.checkpoint_headers import read_headers
 
 SERVED = "give the weights of the model that it serves."
 """What to do about weights of another model than the server's."""
@@ -81,6 +82,8 @@ def check_folder(option: str, folder: Path, config: bool) -> None:
     check_index(folder)
     for file in files:
         check_safetensors(file)
+    if not read_headers(folder):
+        raise ConfigError(f"{option} {folder} has safetensors without any tensor; give a folder that has the weights.")
 
 
 def numbers_of(option: str, text: str) -> frozenset[int] | None:

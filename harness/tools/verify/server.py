@@ -1,6 +1,6 @@
 """Ask a running SGLang server what its ranks hold: its arguments, and a hash of each parameter on each rank.
 
-Nothing in the server changes. /server_info and /model_info only read. /weights_checker with the action "checksum" only
+Nothing in the server changes. /server_info, /model_info and /v1/models only read. /weights_checker with the action "checksum" only
 hashes, and the server stands still meanwhile; its other actions are not for us: "snapshot" and "compare" replace or
 drop what somebody else has stored there, and "reset_tensors" overwrites the weights. /generate scores tokens.
 A server does not say whether it has released its weights (release_memory_occupation), and would hash memory that is not
@@ -61,6 +61,8 @@ class Server:
     missing: tuple[int, ...]
     """Ranks that do not tell: those of every pipeline stage but the first, and in 0.5.12 of every TP rank but the
     first."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that are loaded, as requests name them. Their weights are in no checksum."""
 
 
 def ask_server(url: str, key: str = "", seconds: float = CHECKSUM_SECONDS) -> Server:
@@ -88,6 +90,7 @@ def ask_server(url: str, key: str = "", seconds: float = CHECKSUM_SECONDS) -> Se
         ranks=first.ranks,
         architectures=_architectures(api),
         missing=first.missing,
+        adapters=_adapters(api),
     )
 
 
@@ -165,6 +168,13 @@ def _weight_version(api: Api) -> str:
 def _architectures(api: Api) -> tuple[str, ...]:
     found = api.ask("/model_info", INFO_SECONDS).table.get("architectures")
     return tuple(shown(each) for each in found) if isinstance(found, list) else ()
+
+
+def _adapters(api: Api) -> tuple[str, ...]:
+    """Return the LoRA adapters that are loaded now, whether it was at the start or since."""
+    listed = api.ask("/v1/models", INFO_SECONDS).table.get("data")
+    models = listed if isinstance(listed, list) else ()
+    return tuple(shown(each.get("id")) for each in models if isinstance(each, dict) and each.get("parent"))
 
 
 def _updated(api: Api) -> UnsupportedEnvironment:

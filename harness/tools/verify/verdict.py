@@ -141,7 +141,12 @@ class Answer:
             yield f"what the server computes with those: {self.computed or 'not asked, as others differ already'}"
 
     def verdict(self) -> str:
-        """Return the verdict in one sentence."""
+        """Return the verdict in one sentence, with the adapters that it says nothing of."""
+        adapters = called(self.server.adapters)
+        lora = f"; its LoRA adapters are not compared, though they answer requests: {adapters}" if adapters else ""
+        return f"{self._verdict_on_weights()}{lora}"
+
+    def _verdict_on_weights(self) -> str:
         where = f"{self.server.url}{self.part}"
         if self.mistake:
             return self.mistake
@@ -193,6 +198,7 @@ class Answer:
                 for each in self.different
             ],
             "not_compared": self.unpredicted,
+            "adapters": self.server.adapters,
             "ignored": self.ignored,
             "refused": self.refused,
             "no_checker_sees": self.unseen,

@@ -201,7 +201,9 @@ def test_an_expert_of_which_only_some_tensors_have_moved_is_still_one(tmp_path: 
 
 def test_a_shard_of_another_rank_comes_with_its_scale(tmp_path: Path) -> None:
     was, new = float8_experts(1), float8_experts(2)
-    swapped = {n: torch.cat(e.view(torch.uint8).chunk(2)[::-1]).view(e.dtype) for n, e in new.items() if "experts.2.up" in n}
+    swapped = {
+        n: torch.cat(e.view(torch.uint8).chunk(2)[::-1]).view(e.dtype) for n, e in new.items() if "experts.2.up" in n
+    }
     why = explained(tmp_path, was, new, [new | swapped, new], on_gpu=True)
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     assert why == f"{name} and {name}_scale_inv arrived as the shard of rank 1"

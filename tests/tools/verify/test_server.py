@@ -20,11 +20,13 @@ from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.verify import command, http_api
 from harness.tools.verify.http_api import read_key
 from harness.tools.verify.question import Options
-from harness.tools.verify.server import ask_server, generate
+from harness.tools.verify.server import Server, ask_server, generate
+from harness.tools.verify.verdict import Answer
 
 Answers = dict[str, Any]
 RECORDED: Answers = json.loads((Path(__file__).parent / "answers.json").read_text())
 INFO, GENERATED = RECORDED["/server_info"], RECORDED["/generate"]
+ADAPTED = RECORDED["/v1/models with adapters"]
 OF_TWO, WITH_DRAFT = (RECORDED[f"/weights_checker of 0.5.23{what}"] for what in ("", " with a draft model"))
 OLD, OF_0_5_17 = (RECORDED[f"/weights_checker of {release}"] for release in ("0.5.12", "0.5.17"))
 UPDATED = OF_TWO | {"ranks": [OF_TWO["ranks"][0] | {"checksums": {"a": "0" * 16}}, OF_TWO["ranks"][1]]}
@@ -102,7 +104,37 @@ def test_only_the_action_that_changes_nothing_is_asked_and_twice() -> None:
     with with_answers({"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO}, seen) as url:
         ask_server(url)
     assert [body for path, body in seen if path == "/weights_checker"] == [{"action": "checksum"}] * 2
-    assert {path for path, _ in seen} == {"/server_info", "/model_info", "/weights_checker"}
+    assert {path for path, _ in seen} == {"/server_info", "/model_info", "/v1/models", "/weights_checker"}
+
+
+def answer_of(server: Server) -> Answer:
+    """Return what is found where all is equal."""
+    return Answer(
+        server=server, weights="step0", predicted_with="0.5.23", ranks=2, equal=17, different=(), unpredicted={}, ignored=(),
+        refused=(), part="", unseen=(), computed="", computed_wrong=False,
+    )  # fmt: skip
+
+
+def test_adapters_that_are_loaded_are_named_in_the_verdict_as_not_compared() -> None:
+    """As a server of SGLang with one adapter from its start, and another loaded since, tells them."""
+    answers = {"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO, "/v1/models": ADAPTED}
+    with with_answers(answers) as url:
+        answer = answer_of(ask_server(url))
+    assert answer.verdict().endswith("LoRA adapters are not compared, though they answer requests: first and second")
+    assert answer.code == 0 and answer.table()["adapters"] == ("first", "second")
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        {"data": ADAPTED["data"][:1]}, {"data": None}, {"data": ["first"]}, {"data": {"parent": "a"}}, [1], b"<html>",
+        (404, {"detail": "Not Found"}),
+    ],
+)  # fmt: skip
+def test_a_server_without_adapters_has_none_in_its_verdict(models: Any) -> None:
+    answers = {"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO, "/v1/models": models}
+    with with_answers(answers) as url:
+        assert answer_of(ask_server(url)).verdict().endswith("on 2 of 2 ranks")
 
 
 def test_another_size_of_the_same_architecture_is_another_model(tmp_path: Path) -> None:
@@ -119,11 +151,14 @@ def test_another_size_of_the_same_architecture_is_another_model(tmp_path: Path) 
     [
         ({"ranks": "0,5"}, "tells nothing about rank 5; it tells about 0, 1"),
         ({"was": "small"}, "is --weights itself"),
+        ({"was": "empty"}, "has safetensors without any tensor"),
     ],
 )
 def test_a_command_line_that_compares_nothing_is_refused(words: dict[str, str], said: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "small", hidden_size=64)
-    words = {name: str(folder) if value == "small" else value for name, value in words.items()}
+    (tmp_path / "empty").mkdir()
+    save_file({}, tmp_path / "empty" / "model.safetensors")
+    words = {name: str(tmp_path / value) if name == "was" else value for name, value in words.items()}
     with a_server(OF_TWO) as url, pytest.raises(ConfigError, match=re.escape(said)):
         command.run(Options(server=url, weights=str(folder), **words), [])
 
@@ -260,7 +295,7 @@ def keyed(path: str, _: dict[str, Any], key: str) -> tuple[int, Any]:
     """Answer as a server with --api-key the-key --admin-api-key the-admin-key does (srt/utils/auth.py)."""
     if key != (ADMIN if path == "/weights_checker" else "the-key"):
         return 401, {"error": "Unauthorized"}
-    return 200, {"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO}[path]
+    return 200, {"/server_info": INFO, "/model_info": MODEL, "/v1/models": {}, "/weights_checker": OF_TWO}[path]
 
 
 def test_a_key_is_asked_for_and_read_from_a_file(tmp_path: Path) -> None:
