@@ -53,6 +53,8 @@ class Work:
     what: str
     """May change while it lasts, as in "3 of 16 ranks done"."""
     importing: bool = False
+    every: float = 0.0
+    """Seconds between two lines; 0: EVERY_SECONDS."""
     began: float = field(default_factory=time.monotonic)
 
 
@@ -68,13 +70,13 @@ _open: ContextVar[_Open | None] = ContextVar("open works", default=None)
 
 
 @contextmanager
-def working(what: str, voice: Voice | None = None, *, importing: bool = False) -> Iterator[Work]:
+def working(what: str, voice: Voice | None = None, *, importing: bool = False, every: float = 0.0) -> Iterator[Work]:
     """Say what is done in this block whenever nothing was said for EVERY_SECONDS.
 
     Inside another such block its voice is used, and the innermost block is named. importing: whether the block does
-    little but import modules (see interrupts.py).
+    little but import modules (see interrupts.py). every: seconds, if not EVERY_SECONDS.
     """
-    work, outer = Work(what, importing), _open.get()
+    work, outer = Work(what, importing, every), _open.get()
     if outer:
         outer.works.append(work)
         try:
@@ -84,7 +86,7 @@ def working(what: str, voice: Voice | None = None, *, importing: bool = False) -
     elif voice is None:
         voice = StandardError()
         try:
-            with working(what, voice, importing=importing) as work:
+            with working(what, voice, importing=importing, every=every) as work:
                 yield work
         finally:
             voice.close()
@@ -110,6 +112,6 @@ def current_work() -> Work | None:
 def _speak(found: _Open, over: threading.Event) -> None:
     while not over.wait(min(LOOK_SECONDS, EVERY_SECONDS)):
         now, work = time.monotonic(), found.works[-1]
-        if now - max(found.voice.spoke, found.works[0].began) >= EVERY_SECONDS:
+        if now - max(found.voice.spoke, found.works[0].began) >= (work.every or EVERY_SECONDS):
             with suppress(OSError):  # a closed pipe, which whoever speaks next notices
                 found.voice.say(f"{work.what} ({now - work.began:.0f} s so far)")

@@ -20,6 +20,7 @@ from packaging.version import InvalidVersion, Version
 from harness.config.layers import ConfigError
 from harness.runtime import redact
 from harness.runtime.errors import report_user_error
+from harness.runtime.working import working
 from harness.tools.bisection.bisect_report import (
     EXIT_CODES,
     Answer,
@@ -79,7 +80,7 @@ COMMITS_FOLDER = "commits"
 PAUSED, INTERRUPTED = 4, 130
 LEAST_LIMIT_SECONDS, LIMIT_TIMES = 600.0, 10.0
 LINE_SECONDS = 60.0
-"""Between two signs of life while a candidate is installed or runs."""
+"""Between two signs of life while the command runs, whose output is elsewhere."""
 
 
 def main(arguments: list[str], description: str) -> int:
@@ -243,7 +244,8 @@ def _run_to_answer(state: State, folder: Path, lock: int) -> Answer | int:
         progress.say(f"{len(state.candidates)} candidates from {ends}; state in {folder}")
         for yanked in [candidate.label for candidate in state.candidates if candidate.yanked]:
             progress.say(f"{yanked} was yanked by its publisher; it is run because it was asked for")
-        answer = Bisection(state, folder, provider, progress, lock, no_gpu).run()
+        with working("bisecting", progress):
+            answer = Bisection(state, folder, provider, progress, lock, no_gpu).run()
         print(f"\n{write_report(state, answer, folder)}\nreport: {folder / 'report.md'}", flush=True)
         return answer
     except KeyboardInterrupt:
@@ -262,26 +264,14 @@ def _run_to_answer(state: State, folder: Path, lock: int) -> Answer | int:
 
 @dataclass
 class Progress:
-    """Prints what happens, with the time since the start."""
+    """Prints what happens, with the time since the start; the voice of working()."""
 
     started: float = field(default_factory=time.monotonic)
-    _doing: str = ""
-    _since: float = 0.0
-    _last_line: float = 0.0
+    spoke: float = 0.0
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:7.1f} s] {redact.text(text)}", flush=True)
-        self._last_line = time.monotonic()
-
-    def begin(self, doing: str) -> None:
-        """Name what beat() reports on from now on."""
-        self._doing, self._since = doing, time.monotonic()
-
-    def beat(self) -> None:
-        """Give a sign of life if nothing was printed for a while."""
-        now = time.monotonic()
-        if now - max(self._last_line, self._since) >= LINE_SECONDS:
-            self.say(f"{self._doing} ({now - self._since:.0f} s so far)")
+        self.spoke = time.monotonic()
 
 
 def describe_left(state: State) -> str:
@@ -408,7 +398,6 @@ class Bisection:
     def _test(self, index: int) -> None:
         """Install the candidate, run it, and keep its verdict."""
         candidate, question = self.state.candidates[index], self.state.question
-        self.progress.begin(f"{candidate.label}: installing")
         try:
             record = self._judge(candidate, self._environment(candidate), question.options.repeat)
         except Unavailable as problem:
@@ -428,7 +417,7 @@ class Bisection:
         verdict, reason = self._combine(attempts)
         run = self._run_in(self.folder / Path(attempts[-1].log).parent, candidate, environment)
         is_judged = verdict == "bad" and self.state.question.kind == "failure"
-        if is_judged and (why := import_failure(run, self.progress.beat)):
+        if is_judged and (why := import_failure(run)):
             verdict = "skip"
             reason = f"cannot run here, because it cannot be imported (--match counts that too): {why}"
         return Record(
@@ -442,7 +431,9 @@ class Bisection:
 
     def _environment(self, candidate: Candidate) -> Environment:
         """Return the candidate's environment after a look at the installed version. Raises Unavailable, Pause."""
-        options, environment = self.state.question.options, self.provider.make(candidate)
+        options = self.state.question.options
+        with working(f"{candidate.label}: installing"):
+            environment = self.provider.make(candidate)
         seen = environment.freeze.get(canonicalize_name(options.package), "")
         # A commit's version says little, and a prepared folder may hold the bare module without its metadata.
         if not options.git and (seen or not options.environments) and not _is_version(seen, candidate.name):
@@ -469,8 +460,8 @@ class Bisection:
         folder = runs / str(sum(1 for _ in runs.glob("*")) + 1)  # what a killed run left is kept
         if number == 1:
             self.progress.say(f"{candidate.label}: running; its output is in {folder / LOG}")
-        self.progress.begin(f"{candidate.label}: run {number}")
-        made = run_once(self._run_in(folder, candidate, environment), self.progress.beat)
+        with working(f"{candidate.label}: run {number}", every=LINE_SECONDS):
+            made = run_once(self._run_in(folder, candidate, environment))
         made.log = str(Path(made.log).relative_to(self.folder))
         return made
 

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -14,6 +13,7 @@ from packaging.utils import canonicalize_name
 
 from harness.runtime.errors import CANNOT_RUN_HERE
 from harness.runtime.processes import SupervisorKilled, run_tree
+from harness.runtime.working import working
 from harness.tools.bisection.failure_causes import find_failure, shorten
 from harness.tools.bisection.installation import Environment, module_of
 from harness.tools.bisection.question import Pause, Question, command_of, is_of_this_repository, is_python, is_torchrun
@@ -92,8 +92,8 @@ class Run:
         return self.environment.variables(self.no_gpu and question.runs_sglang, is_of_this_repository(question))
 
 
-def run_once(run: Run, beat: Callable[[], None] | None = None) -> Attempt:
-    """Run the command and classify it. beat: called twice a second.
+def run_once(run: Run) -> Attempt:
+    """Run the command and classify it.
 
     Raises Pause if the script asks to stop, OSError.
     """
@@ -114,7 +114,6 @@ def run_once(run: Run, beat: Callable[[], None] | None = None) -> Attempt:
                 cwd=question.folder,
                 timeout=run.limit,
                 inherit=(run.lock,),
-                tick=beat,
             )
     except SupervisorKilled:
         made.may_pass, made.reason = True, "it kills the process that watches it"
@@ -135,10 +134,11 @@ def run_once(run: Run, beat: Callable[[], None] | None = None) -> Attempt:
     return made
 
 
-def import_failure(run: Run, beat: Callable[[], None]) -> str:
+def import_failure(run: Run) -> str:
     """Return why the candidate's package cannot be imported here; "" if it can. Such a candidate cannot be judged."""
     package, log = run.question.options.package, run.folder / "import.txt"
-    with log.open("wb") as output:
+    doing = f"{run.candidate}: importing {package}, as what cannot be imported is not bad"
+    with log.open("wb") as output, working(doing):
         ended = run_tree(
             [run.environment.python, "-c", _IMPORT, canonicalize_name(package), module_of(package)],
             output=output,
@@ -146,7 +146,6 @@ def import_failure(run: Run, beat: Callable[[], None]) -> str:
             cwd="/",
             timeout=IMPORT_SECONDS,
             inherit=(run.lock,),
-            tick=beat,
         )
     if not ended.code and not ended.timed_out:
         return ""

@@ -53,18 +53,16 @@ def new_state(count: int, **options: object) -> State:
 def answer(state: State, outcome: Callable[[int], Attempt], monkeypatch: pytest.MonkeyPatch) -> Answer:
     """Run a bisect in which candidate 1.N ends as outcome(N) says."""
 
-    def run_once(run: Run, beat: object) -> Attempt:
+    def run_once(run: Run) -> Attempt:
         return replace(outcome(int(run.candidate.partition(".")[2])), log=str(run.folder / LOG))
 
     return bisection_of(state, run_once, monkeypatch).run()
 
 
-def bisection_of(
-    state: State, run_once: Callable[[Run, object], Attempt], monkeypatch: pytest.MonkeyPatch
-) -> Bisection:
+def bisection_of(state: State, run_once: Callable[[Run], Attempt], monkeypatch: pytest.MonkeyPatch) -> Bisection:
     """A bisection that starts no process and writes nothing."""
     monkeypatch.setattr(bisection, "run_once", run_once)
-    monkeypatch.setattr(bisection, "import_failure", lambda run, beat: "")
+    monkeypatch.setattr(bisection, "import_failure", lambda run: "")
     monkeypatch.setattr(bisection, "imported_by", lambda run: "")
     monkeypatch.setattr(State, "save", lambda state, folder: None)
     return Bisection(state, Path("/nowhere"), Anything(), Silent(), 0, True)

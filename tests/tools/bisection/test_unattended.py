@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection.bisection import LINE_SECONDS, Progress
-from harness.tools.bisection.classify import Run
+from harness.runtime import working
+from harness.runtime.working import current_work
+from harness.tools.bisection.bisection import Progress
+from harness.tools.bisection.candidates import Candidate
+from harness.tools.bisection.classify import Run, import_failure
+from harness.tools.bisection.installation import Environment
 from harness.tools.bisection.state import Attempt
-from tests.tools.bisection.bisecting import Bench
-from tests.tools.bisection.planned import bisection_of, failed, new_state, passed
+from tests.tools.bisection.bisecting import Bench, bare_python
+from tests.tools.bisection.planned import Anything, bisection_of, failed, new_state, passed
 
 LOUD = "import moving\nfor i in range(400): print('line', i)\nmoving.work()\n"
 LATER = "import atexit\natexit.register(lambda: print('later\\n' * 300))\n"
@@ -32,15 +36,51 @@ def test_the_lines_around_the_failure_and_where_its_log_is(bench: Bench) -> None
     assert "runs/1.1/1/log.txt" in verdict
 
 
-def test_a_sign_of_life_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    show = Progress()
-    show.begin("1.2: run 1")
-    show.beat()
-    assert capsys.readouterr().out == ""
-    show._since -= LINE_SECONDS
-    show.beat()
-    show.beat()
-    assert capsys.readouterr().out.count("1.2: run 1 (60 s so far)") == 1
+def test_what_is_being_done_is_known_and_a_run_is_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[tuple[str, float]] = []
+
+    def note() -> None:
+        work = current_work()
+        assert work
+        works.append((work.what, work.every))
+
+    def make(provider: Anything, candidate: Candidate) -> Environment:
+        note()
+        return Environment(python="python", freeze={"moving": candidate.name})
+
+    def run_once(run: Run) -> Attempt:
+        note()
+        return replace(passed() if run.candidate == "1.0" else failed("off"), log=str(run.folder / "log.txt"))
+
+    monkeypatch.setattr(Anything, "make", make)
+    bisection_of(new_state(2), run_once, monkeypatch).run()
+    runs = [
+        (f"{name}: {doing}", every) for name in ("1.0", "1.1") for doing, every in (("installing", 0), ("run 1", 60))
+    ]
+    assert works[:4] == runs
+
+
+def test_the_import_of_what_failed_is_told_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(working, "EVERY_SECONDS", 0.1)
+    bench, told = Bench(tmp_path), tmp_path / "told"
+    sites = bench.sites(["", f"import os, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.02)"])
+
+    class Screen(Progress):
+        def say(self, text: str) -> None:
+            if "1.1: importing moving" in text:
+                told.touch()
+
+    with (tmp_path / "lock").open("w") as lock, working.working("bisecting", Screen()):
+        run = Run(
+            question=new_state(2).question,
+            environment=Environment(python=bare_python(), paths=(str(sites / "1.1"),)),
+            folder=tmp_path,
+            candidate="1.1",
+            no_gpu=True,
+            lock=lock.fileno(),
+        )
+        assert import_failure(run) == ""
+    assert told.exists()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +92,7 @@ def test_a_limit_follows_from_the_good_end(
 ) -> None:
     limits = []
 
-    def run_once(run: Run, beat: object) -> Attempt:
+    def run_once(run: Run) -> Attempt:
         limits.append(run.limit)
         made = passed() if run.candidate == "1.0" else failed("off")
         return replace(made, log=str(run.folder / "log.txt"), seconds=seconds)
