@@ -108,7 +108,8 @@ def environment_of(release: str) -> Environment:
             candidate = Candidate(name=release)
         else:
             [candidate] = between(releases("sglang"), release, release, "sglang")
-        return provider_of(question, folder, no_gpu).make(candidate)
+        with working(f"installing sglang {release}"):
+            return provider_of(question, folder, no_gpu).make(candidate)
     except (Unavailable, Pause) as error:
         raise UnsupportedEnvironment(f"sglang {release} cannot be installed: {error}") from error
 

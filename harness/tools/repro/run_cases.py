@@ -25,6 +25,8 @@ from harness.runtime.fork_server import ForkServer, ServerGone
 from harness.runtime.forked_tree import run_forked_tree
 from harness.runtime.processes import SupervisorKilled, run_tree
 from harness.runtime.working import working
+from harness.tools.bisection.question import WrongQuestion
+from harness.tools.full_size.compare import environment_of
 from harness.tools.hosts import kernel
 from harness.tools.repro import cases, shared_imports
 from harness.tools.repro.case import CANNOT, GPUS, Case, Variant
@@ -92,9 +94,11 @@ def run_case(case: Case, gpus: Sequence[str], server: ForkServer | None = None) 
     print(f"{case.slug}: {case.title}\n{case.difference()}", flush=True)
     try:
         check_requirements(case, gpus)
+        for release in {*case.releases} - {installed_version("sglang")}:
+            environment_of(release)  # here, as what a variant prints is only shown at its end
         broken, healthy = (run_and_show(case, variant, gpus, server) for variant in get_args(Variant))
         verdict, sentence = judge(case, broken, healthy)
-    except UnsupportedEnvironment as error:
+    except (UnsupportedEnvironment, WrongQuestion) as error:
         verdict, sentence = "cannot run here", str(error)
     except SupervisorKilled as error:
         verdict, sentence = "proves nothing", str(error)

@@ -5,11 +5,21 @@ They are a few lines of shell.
 
 import os
 import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
+from harness.runtime.working import current_work
+from harness.tools.bisection.candidates import Candidate
+from harness.tools.bisection.installation import Environment, Unavailable
+from harness.tools.bisection.question import WrongQuestion
+from harness.tools.full_size import compare
 from harness.tools.repro import run_cases
 from harness.tools.repro.case import Case, all_cases
 from harness.tools.repro.run_cases import VariantOutcome
@@ -137,3 +147,40 @@ def test_variants_share_imports_where_that_changes_nothing(monkeypatch: pytest.M
         os.kill(server.pid, signal.SIGKILL)
         assert run_cases.run_case(sharing[1], [], server) == "reproduced"
         assert ways[-3:] == ["run_forked_tree", "run_tree", "run_tree"]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Callable[[Candidate], Environment]) -> Case:
+    """Let make() install SGLang 0.5.16, which needs no index; return a case that wants it."""
+    resolved = tmp_path / "harness-bisect" / "against-cpu" / "resolutions"
+    resolved.mkdir(parents=True)
+    (resolved / "0.5.16.txt").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compare, "has_gpu", lambda: False)
+    monkeypatch.setattr(compare, "provider_of", lambda *_: SimpleNamespace(make=make))
+    return replace(CASE, releases=("0.5.16",))
+
+
+def test_a_release_is_installed_before_the_variants_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shown = []
+
+    def make(candidate: Candidate) -> Environment:
+        work = current_work()
+        assert work
+        shown.append((work.what, "broken: " in capsys.readouterr().out))
+        return Environment(python="python")
+
+    case = install(monkeypatch, tmp_path, make)
+    stand_in(monkeypatch, "echo it broke; exit 3")
+    assert run_cases.run_case(case, []) == "reproduced"
+    assert shown == [("installing sglang 0.5.16", False)]
+
+
+@pytest.mark.parametrize("problem", [Unavailable("no index."), WrongQuestion("no such release.")])
+def test_a_release_that_cannot_be_installed_is_no_verdict(
+    problem: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    case = install(monkeypatch, tmp_path, Mock(side_effect=problem))
+    stand_in(monkeypatch, "echo it broke; exit 3")
+    assert run_cases.run_case(case, []) == "cannot run here" and str(problem) in capsys.readouterr().out
