@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
     chosen.add_argument(
         "--needs", nargs="+", choices=tuple(GPUS), default=tuple(GPUS), help="only cases of these classes"
     )
-    chosen.add_argument("--no-engine", action="store_true", help="only cases without an engine, which take seconds")
+    chosen.add_argument(
+        "--no-engine", action="store_true", help="only cases without an engine: seconds, or a minute for a true size"
+    )
     command = commands.add_parser("list", parents=[chosen], help="all cases, or some of them")
     command.set_defaults(do=show_list)
     command = commands.add_parser("show", help="show what a case does, and where it was seen")

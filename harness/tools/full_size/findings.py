@@ -83,7 +83,7 @@ class Findings:
         unfilled = {name for each in coverage for name in scales if each.missing.get(name, (0, 0))[0]}
         refused = {name: error for each in coverage for name, error in each.errors.items()}
         sent = {view.name for group in given for view in group.views}
-        if sent <= refused.keys() and all(map(tells_what_is_absent, refused.values())):
+        if refused and sent <= refused.keys() and all(map(tells_what_is_absent, refused.values())):
             raise UnsupportedEnvironment(
                 f"SGLang's loader of this model needs what is absent here: {next(iter(refused.values()))}"
             )
