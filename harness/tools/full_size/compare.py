@@ -23,7 +23,7 @@ from harness.runtime.working import working
 from harness.tools.bisection.candidates import Candidate, between, releases
 from harness.tools.bisection.installation import Environment, Unavailable, provider_of, store_root
 from harness.tools.bisection.question import Options as BisectOptions
-from harness.tools.bisection.question import Pause
+from harness.tools.bisection.question import Pause, WrongQuestion
 from harness.tools.bisection.question import Question as BisectQuestion
 from harness.tools.environments import REPOSITORY, has_gpu
 from harness.tools.full_size.model_and_options import Options, read_question
@@ -62,7 +62,7 @@ class Comparison:
 def against(name: str, options: Options, words: Sequence[str]) -> int:
     """Ask the release of --against, and the installed one; print what differs and return the exit code.
 
-    0 if the same names are sent and arrive, 1 if not. Raise ConfigError, WrongQuestion, UnsupportedEnvironment.
+    0 if the same names are sent and arrive, 1 if not. Raise ConfigError, UnsupportedEnvironment.
     """
     with tempfile.TemporaryDirectory() as scratch:
         if read_question(name, options, words, Path(scratch)).run:
@@ -98,7 +98,7 @@ def _words_of(options: Options) -> list[str]:
 def environment_of(release: str) -> Environment:
     """Return the environment of a release of SGLang, which is installed as a bisect does, and kept.
 
-    Raise WrongQuestion if there is no such release, UnsupportedEnvironment if it cannot be installed here.
+    Raise ConfigError if there is no such release, UnsupportedEnvironment if it cannot be installed here.
     """
     no_gpu = not has_gpu()
     folder = store_root() / f"against-{'cpu' if no_gpu else 'gpu'}"
@@ -110,6 +110,8 @@ def environment_of(release: str) -> Environment:
             [candidate] = between(releases("sglang"), release, release, "sglang")
         with working(f"installing sglang {release}"):
             return provider_of(question, folder, no_gpu).make(candidate)
+    except WrongQuestion as error:
+        raise ConfigError(str(error)) from error
     except (Unavailable, Pause) as error:
         raise UnsupportedEnvironment(f"sglang {release} cannot be installed: {error}") from error
 

@@ -69,7 +69,7 @@ class Case:
         """The limit of a variant."""
         if self.releases:
             return INSTALLING_SECONDS
-        return 120.0 if not self.engine else 420.0 if self.needs == "cpu" else 150.0
+        return 240.0 if not self.engine else 420.0 if self.needs == "cpu" else 150.0
 
     @property
     def entry(self) -> CatalogueEntry:

@@ -20,12 +20,12 @@ from typing import get_args
 
 from packaging.requirements import Requirement
 
+from harness.config.layers import ConfigError
 from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
 from harness.runtime.fork_server import ForkServer, ServerGone
 from harness.runtime.forked_tree import run_forked_tree
 from harness.runtime.processes import SupervisorKilled, run_tree
 from harness.runtime.working import working
-from harness.tools.bisection.question import WrongQuestion
 from harness.tools.full_size.compare import environment_of
 from harness.tools.hosts import kernel
 from harness.tools.repro import cases, shared_imports
@@ -98,7 +98,7 @@ def run_case(case: Case, gpus: Sequence[str], server: ForkServer | None = None) 
             environment_of(release)  # here, as what a variant prints is only shown at its end
         broken, healthy = (run_and_show(case, variant, gpus, server) for variant in get_args(Variant))
         verdict, sentence = judge(case, broken, healthy)
-    except (UnsupportedEnvironment, WrongQuestion) as error:
+    except (UnsupportedEnvironment, ConfigError) as error:
         verdict, sentence = "cannot run here", str(error)
     except SupervisorKilled as error:
         verdict, sentence = "proves nothing", str(error)

@@ -36,6 +36,9 @@ HERE = (
 """Those without processes of their own."""
 NOT_HERE = {
     "hf-router-masking": "both variants pass",  # fixed in the transformers that this sglang takes
+    "prefill-out-of-memory": "both variants pass",
+    "signal-outside-main-thread": "both variants pass",
+    "teardown-orphans": "both variants pass",
 }
 ALONE = ("no-room-for-kv-cache",)
 """Those that fail where another program gives back memory meanwhile, as other tests do."""
