@@ -51,7 +51,7 @@ _EXCEPTION = re.compile(
 _CRASH = re.compile(
     r"Fatal Python error|Segmentation fault|terminate called|core dumped|^Killed$|Out of memory: Killed|oom-?kill"
     r"|CUDA error:|\bpanic: |panicked at|\bSIG(?:KILL|SEGV|ABRT|BUS)\b|signal 9\b|INTERNAL ASSERT FAILED|FIRST FAILURE:"
-    r"|^Aborted$|\bAssertion [`'].+ failed\b|^Bus error|line \d+: +\d+ (?:Aborted|Killed|Bus error|Terminated)\b"
+    r"|^Aborted$|\bAssertion (?:[`'].+ failed\b|failed: |error \(?\S+:\d+)|^Bus error|line \d+: +\d+ (?:Aborted|Killed|Bus error|Terminated)\b"
 )
 _COMPLAINT = re.compile(
     r"\b(?:ERROR\b|FATAL\b|CRITICAL\b|FAILED\b|fatal: |exited with code [1-9]|exit(?:ed with)? ?(?:code|status)\W{1,3}-?[1-9]"

@@ -261,7 +261,6 @@ STEPS = {
     "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered": "driver",
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": "mem_fraction_static",
     "huggingface_hub.errors.GatedRepoError: 401 Client Error. (Request ID: Root=1-6)": "HF_TOKEN",
-    "OSError: [Errno 28] No space left on device": "df -h",
     "slurmstepd: error: *** JOB 8 ON n CANCELLED AT 2026-11-20T10:00:00 DUE TO TIME LIMIT ***": "sacct",
     "mine.Broken: no": "all ranks",
 }
@@ -278,7 +277,7 @@ def test_an_unknown_failure_has_a_next_step(line: str, tmp_path: Path) -> None:
 
 def test_the_next_step_is_that_of_the_first_failure(tmp_path: Path) -> None:
     lost = "RuntimeError: Connection closed by peer [10.0.0.2]:38032 gloo\n"
-    found = diagnosed(tmp_path, f"OSError: [Errno 28] No space left on device\n{lost}")
+    found = diagnosed(tmp_path, f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n{lost}")
     assert found.verdict == "unknown" and "The other side ended" not in " ".join(as_text(found).split())
 
 

@@ -107,6 +107,62 @@ def test_an_assertion_of_a_kernel_comes_before_the_error_that_follows(tmp_path: 
         assert "condition" in said(found) and "CUDA_LAUNCH_BLOCKING" not in said(found)
 
 
+OF_DEEP_GEMM = 'Assertion failed: /x/deep_gemm/include/deep_gemm/comm/barrier.cuh:45, condition: false and "Grid sync timeout"'
+"""As quoted in sglang#30399: what a kernel prints before it traps, after which every call of CUDA fails with 719."""
+
+
+@pytest.mark.parametrize(
+    "assertion",
+    [
+        OF_DEEP_GEMM,
+        "Failed: Assertion error csrc/jit_kernels/impls/smxx_layout.hpp:136 'mn % 4 == 0'",
+        "RuntimeError: Assertion error (csrc/jit/kernel_runtime.hpp:45): exit_code == 0",
+    ],
+)
+@pytest.mark.parametrize(
+    "late",
+    [
+        "torch.AcceleratorError: CUDA error: unspecified launch failure",
+        "RuntimeError: CUDA driver error (csrc/jit/handle.hpp:137): 719 (CUDA_ERROR_LAUNCH_FAILED, unspecified launch failure)",
+    ],
+)
+def test_an_assertion_of_a_library_is_the_first_failure(assertion: str, late: str, tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, f"{assertion}\n" * 3 + raised(late, IN_SCHEDULER))
+    assert found.suspicious and found.suspicious.whole == assertion and found.suspicious.number == 1
+    assert found.ending and found.ending.text == late
+    assert "condition" in said(found) and "CUDA_LAUNCH_BLOCKING" not in said(found)
+
+
+@pytest.mark.parametrize(
+    "exception",
+    [
+        "NotImplementedError: Unsupported parameter name: decoder.layers.0.post_self_attn_layernorm.weight",  # slime#1780
+        "ValueError: Unknown parameter name: module.module.language_model.embedding.word_embeddings.weight",  # miles#735
+        "Exception: Unknown tensor name decoder.layers.0.mixer.in_proj.layer_norm_weight",  # Megatron-LM#1336
+    ],
+)
+def test_a_name_that_a_converter_does_not_know_points_to_the_exporters_names(exception: str, tmp_path: Path) -> None:
+    answer = said(diagnosed(tmp_path, raised(exception, "/slime/slime_plugins/mbridge/glm4moe.py _name_mapping")))
+    assert "full_size.py MODEL --tp N --names" in answer and "logs of all ranks" not in answer
+
+
+OVERSIZED = (
+    "RuntimeError: start (0) + length (4096) exceeds dimension size (1408).",
+    "RuntimeError: start (4096) + length (4096) exceeds dimension size (5632).",
+    "IndexError: start out of range (expected to be in range of [-1408, 1408], but got 12288)",
+)
+
+
+@pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v4"])
+@pytest.mark.parametrize("exception", OVERSIZED)
+def test_an_oversized_expert_is_marlins_only_in_deepseek_v4(model: str, exception: str, tmp_path: Path) -> None:
+    loader = f"{PACKAGES}/sglang/srt/models/{model}.py load_weights"
+    expert = f"{PACKAGES}/sglang/srt/layers/moe/fused_moe_triton/layer.py _load_w13"
+    named = name(diagnosed(tmp_path, raised(exception, IN_SCHEDULER, loader, expert)))
+    is_marlins = model == "deepseek_v4" and "start (0)" not in exception  # rank 0 begins at 0 whatever is wrong
+    assert ("marlin-padded-shards" in named) is is_marlins
+
+
 @pytest.mark.parametrize(
     "exception",
     [
