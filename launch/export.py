@@ -57,6 +57,8 @@ def main(arguments: list[str]) -> int:
 def own_options(arguments: list[str]) -> tuple[list[str], bool, str]:
     """Return the words without the options of this script, whether --server is given, and --bisect's folder."""
     words, bisect = [each for each in arguments if each != "--server"], ""
+    if given := [each for each in words if each.partition("=")[0] in ("--out", "--output", "-o")]:
+        raise ValueError(f"leave {given[0]} out: the file goes to standard output; end the command with > repro.py.")
     if "--bisect" in words:
         at = words.index("--bisect")
         if len(words) == at + 1:

@@ -21,6 +21,7 @@ COUNTS = (
     " moe_intermediate_size num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok n_group"
 )
 """Fields that must be whole numbers of at least 1."""
+TABLES = ("quantization_config", "rope_parameters", "rope_scaling")
 NO_CPU_BUILD = "of which no CPU build is published"
 SPARSE = "for its sparse attention (DSA) SGLang asks torch.cuda which GPU there is, and has kernels for GPUs alone"
 HYBRID = f"its class takes kernels of sgl_kernel when it is imported, {NO_CPU_BUILD}"
@@ -85,6 +86,12 @@ def _overrides(config: Config, facts: Facts) -> Iterator[Wrong]:
     for name, value in config.model.overrides.items() if config.model.name in TINY_MODELS else ():
         if name in COUNTS.split() and (type(value) is not int or value < 1):
             yield Wrong(f"model.overrides.{name}", "must be a whole number of at least 1")
+        is_json = isinstance(value, str) and value.lstrip().startswith("{")
+        if is_json or (name in TABLES and not isinstance(value, Mapping)):
+            yield Wrong(
+                f"model.overrides.{name}",
+                """must be a table as TOML writes it, with = where JSON has a colon: '{rope_type = "default"}'""",
+            )
         if facts.overridable is not None and name not in facts.overridable:
             hint = nearest(name, sorted(facts.overridable), "see its config class in transformers")
             yield Wrong(f"model.overrides.{name}", f"the config of {config.model.name} has no field {name}; {hint}")
@@ -164,10 +171,11 @@ def _experts(sizes: _Sizes, config: Config, device: Device | None) -> Iterator[W
 
 def _context(sizes: _Sizes, config: Config) -> Iterator[Wrong]:
     asked, context = config.engine.args.get("context_length"), sizes[CONTEXT]
-    rope = sizes.fields.get("rope_scaling") or sizes.fields.get("rope_parameters") or {}
-    source = "the model's context"
+    tables = (sizes.fields.get(name) for name in ("rope_scaling", "rope_parameters"))
+    rope = next((each for each in tables if each and isinstance(each, Mapping)), {})
+    source, factor = "the model's context", rope.get("factor", 1)
     if context and "original_max_position_embeddings" not in rope and rope.get("rope_type") != "llama3":
-        context = int(rope.get("factor", 1) * context)  # as SGLang derives it
+        context = int(factor * context) if type(factor) in (int, float) else context  # as SGLang derives it
     if type(asked) is int and (context is None or asked <= context):
         source, context = "engine.args.context_length", asked
     prompt, response = config.task.max_prompt_tokens, config.rollout.max_response_tokens

@@ -8,7 +8,7 @@ from harness.config.facts import Facts
 from harness.config.layers import ConfigError
 from harness.config.resolve import resolve
 from harness.tools.command_line import parse
-from tests.end_to_end.launching import run_script
+from tests.end_to_end.launching import REPOSITORY, run_script
 
 FILES = {
     "unknown_key.toml": "[actor]\nlearning_rat = 0.1\n",
@@ -241,6 +241,14 @@ MISTAKES = [
         '"some/folder"',
     ),
     (
+        '--model.overrides.rope_parameters {"rope_type":"default"}',
+        "model.overrides.rope_parameters must be a table as TOML writes it",
+        "{rope_type =",
+    ),
+    ('--model.overrides.own_config {"a":1}', "model.overrides.own_config must be a table as TOML writes it"),
+    ("--model.overrides.rope_scaling 4", "model.overrides.rope_scaling must be a table", "got 4"),
+    ("--model.overrides.quantization_config fp8", "model.overrides.quantization_config must be a table", 'got "fp8"'),
+    (
         "--model.weights random --engine.initial_weights checkpoint",
         'engine.initial_weights = "checkpoint"',
         'model.weights = "random"',
@@ -348,6 +356,25 @@ def test_expandable_segments_exit_2_before_torch_is_imported() -> None:
     done = run_script("launch/ppo.py", *words, **started)
     assert (done.returncode, done.stdout) == (2, "")
     assert 'error: weights.transport = "pull" cannot work: PYTORCH_CUDA_ALLOC_CONF=' in done.stderr
+
+
+def test_a_password_in_a_refused_value_is_not_printed() -> None:
+    words = ("--task.source", "--validation.source", "--trackers.names", "--engine.args.model_path")
+    given = [word for key in words for word in (key, "https://bob:hunter2@host/d.jsonl")]
+    done = run_script("launch/ppo.py", "configs/cpu/quickstart.toml", "--dry-run", *given)
+    assert done.returncode == 2 and done.stderr.count("@host/d.jsonl") == 4, done.stderr
+    assert "hunter2" not in done.stderr and "[redacted " in done.stderr
+
+
+def test_a_relative_path_of_the_checkout_is_named_in_full_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        parse(["configs/cpu/digits.toml"])
+    assert f"such as {REPOSITORY / 'configs/cpu/digits.toml'}. It was looked for in the current folder" in str(
+        caught.value
+    )
 
 
 def test_without_torchrun_it_says_how_to_start() -> None:

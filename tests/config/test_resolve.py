@@ -32,6 +32,18 @@ def config_of(words: str = "") -> Config:
     return parse(words.split()).config
 
 
+@pytest.mark.parametrize("rope", [None, "default", 4, {"rope_type": "linear", "factor": "two"}, {"factor": 2.0}])
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_any_rope_of_a_models_config_json_is_read_or_passed_over(name: str, rope: Any) -> None:
+    model = {"model_type": "qwen2", "max_position_embeddings": 300, name: rope}
+    words = "--task.max_prompt_tokens 256 --rollout.max_response_tokens 100"
+    if isinstance(rope, dict) and rope["factor"] == 2.0:
+        resolve(config_of(words), Facts(model=model))
+        return
+    with pytest.raises(ConfigError, match=r"it is 356 tokens, and the model's context is 300"):
+        resolve(config_of(words), Facts(model=model))
+
+
 @pytest.mark.parametrize(
     ("words", "facts", "name"),
     [

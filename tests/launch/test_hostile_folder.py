@@ -20,7 +20,7 @@ SCRIPTS = {
     "ppo": ("ppo.py --check --engine.device cpu", 0, "ok: 2 ranks"),
     "report": ("report.py run", 0, "report run/report.md"),
     "export": ("export.py run", 0, "sglang.Engine"),
-    "export_of_nothing": ("export.py nothing", 2, "nothing is not a run directory"),
+    "export_of_nothing": ("export.py nothing", 2, "nothing is not a folder here"),
     "diagnose": ("diagnose.py run.log", 1, "run.log:1: RuntimeError: planted"),
     "from_verl": ("from_verl.py run.sh", 1, "unsupported, 0 unknown"),
     "repro": ("repro.py run illegal-cuda-visible-devices", 1, "reproduced: "),

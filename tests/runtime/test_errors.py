@@ -19,6 +19,12 @@ def test_rank_0_says_one_sentence_at_once(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr() == ("", "error: run.steps = 0: it must be at least 1\n")
 
 
+def test_secrets_are_not_said(capfd: pytest.CaptureFixture[str]) -> None:
+    report_user_error(ValueError('got "https://bob:hunter2@host/d" and api_key=sk-0123456789abcdefgh'), rank=0)
+    said = capfd.readouterr().err
+    assert "@host/d" in said and "hunter2" not in said and "0123456789" not in said
+
+
 def test_other_ranks_let_rank_0_speak_first(capfd: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     assert report_user_error(ValueError("no"), rank=1) == 2

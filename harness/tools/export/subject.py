@@ -115,6 +115,8 @@ class Subject:
 def read_subject(words: Sequence[str]) -> Subject:
     """Read `CONFIG.toml ... [--section.key VALUE]`, or a run directory and overrides; raise ConfigError for others."""
     folder = Path(words[0]) if words and not words[0].startswith("--") and not words[0].endswith(".toml") else None
+    if folder and not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder here; give a run.dir that exists, or a TOML file.")
     if folder and (lacks := [name for name in ("config.toml", "environment.json") if not (folder / name).is_file()]):
         raise ConfigError(f"{folder} is not a run directory: it has no {lacks[0]}; give a run.dir or a TOML file.")
     known, unknown_keys = known_part(read_layer(str(folder / "config.toml"))) if folder else (None, ())

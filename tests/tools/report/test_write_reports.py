@@ -184,6 +184,8 @@ def test_keys_of_another_version_are_named_and_the_rest_is_read(tmp_path: Path) 
 def test_a_folder_that_is_not_a_run_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a run directory: it has no config\.toml"):
         write_reports(tmp_path)
+    with pytest.raises(ConfigError, match=r"nothere is not a folder here"):
+        write_reports(tmp_path / "nothere")
     done = subprocess.run(
         [sys.executable, "launch/report.py", str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True
     )
