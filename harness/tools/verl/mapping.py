@@ -131,6 +131,8 @@ def model(draft: Draft, environment: Mapping[str, str]) -> None:
     choose(draft, "model.dtype", "@.rollout.dtype", DTYPES, "bfloat16")
     choose(draft, "model.master_dtype", "@.actor.fsdp_config.model_dtype", MASTER_DTYPES, "float32")
     trainer_dtypes(draft)
+    if draft.get("@.rollout.quantization") == "fp8":  # in DeepSeek's blocks, which verl quantizes at each sync too
+        draft.put("model.rollout_precision", "fp8_block", "@.rollout.quantization")
     attention = "@.model.override_config.attn_implementation"
     if draft.get(attention) in ("eager", "sdpa"):
         draft.put("model.attention", draft.get(attention), attention)
@@ -174,8 +176,14 @@ def engine(draft: Draft) -> None:
         if draft.get(most) is not None:
             draft.put("engine.args.max_running_requests", draft.get(most), most)
     expert_parallel(draft)
-    dummy = str(draft.get("@.rollout.load_format")).startswith("dummy")
-    draft.put("engine.initial_weights", "dummy" if dummy else "checkpoint", "@.rollout.load_format")
+    fp8 = "model.rollout_precision" in draft.entries  # dummy weights would make scales of its KV cache random
+    dummy = str(draft.get("@.rollout.load_format")).startswith("dummy") and not fp8
+    draft.put(
+        "engine.initial_weights",
+        "dummy" if dummy else "checkpoint",
+        "@.rollout.load_format",
+        note="block-FP8 starts from the checkpoint" if fp8 else "",
+    )
     sizes = ("@.rollout.checkpoint_engine.update_weights_bucket_megabytes", "@.rollout.update_weights_bucket_megabytes")
     for key in sizes:
         if draft.get(key) is not None:

@@ -52,6 +52,8 @@ def shrink(draft: Draft, asked: str) -> None:
         "model.name": name,
         "model.dtype": "float32",
         "model.master_dtype": "float32",
+        # A tiny model's matrices are smaller than a block.
+        **({"model.rollout_precision": "same"} if "model.rollout_precision" in value else {}),
         **{f"model.overrides.{key}": number for key, number in overrides(name, value).items()},
         "task.source": ["arithmetic"],
         "task.rows": max(ROWS, 4 * ranks),

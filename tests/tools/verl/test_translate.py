@@ -155,6 +155,12 @@ def test_tiny_keeps_the_parallel_sizes_and_can_run(path: Path) -> None:
     check_plan(loaded(found))
 
 
+def test_a_tiny_model_is_smaller_than_a_block_of_fp8() -> None:
+    found = translate((*NEEDED, "actor_rollout_ref.rollout.quantization=fp8"), "auto", "qwen3", ENVIRONMENT)
+    assert found.config.model.rollout_precision == "same" and 'rollout_precision = "same"  # --tiny' in found.toml
+    check_plan(loaded(found))
+
+
 def test_tiny_learns_within_its_three_steps() -> None:
     words = (
         "trainer.critic_warmup=20",
@@ -250,6 +256,11 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
     ("actor_rollout_ref.rollout.enforce_eager=True", {"engine.args.disable_cuda_graph": True}),
     ("actor_rollout_ref.rollout.load_format=safetensors", {"engine.initial_weights": "checkpoint"}),
     (
+        "actor_rollout_ref.rollout.quantization=fp8",
+        {"model.rollout_precision": "fp8_block", "engine.initial_weights": "checkpoint"},
+    ),
+    ("actor_rollout_ref.rollout.quantization=null", {"model.rollout_precision": "same"}),
+    (
         "actor_rollout_ref.rollout.dtype=float16 actor_rollout_ref.actor.fsdp_config.dtype=float16",
         {"model.dtype": "float16", "model.master_dtype": "float32"},
     ),
@@ -296,6 +307,8 @@ SAID: list[tuple[str, str, str]] = [
     ("reward_model.enable=True", "unsupported", "rule"),
     ("reward_model.micro_batch_size=4", "irrelevant", "no reward model"),
     ("actor_rollout_ref.model.lora_rank=32", "unsupported", "LoRA"),
+    ("actor_rollout_ref.rollout.quantization=torchao", "unsupported", "otherwise than fp8"),
+    ("actor_rollout_ref.rollout.quantization_config_file=/q.json", "unsupported", "otherwise than fp8"),
     ("actor_rollout_ref.model.lora_rank=0", "irrelevant", "LoRA"),
     ("actor_rollout_ref.rollout.multi_turn.enable=True", "unsupported", "multi-turn"),
     ("data.shuffle=False", "unsupported", "shuffles"),
