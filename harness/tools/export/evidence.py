@@ -32,9 +32,11 @@ def gather(subject: Subject, bisect: str) -> Evidence:
     """
     failed = subject.seen is not None and bool(subject.seen.code)
     finding = diagnose(log_files([subject.words[0]])).finding if failed else None
+    said = [line.whole for signature, line in finding.evidence[:1] if not signature.near] if finding else []
     folder = Path(bisect) if bisect else finished_bisect_of(Path(subject.words[0]).absolute())
     answer = bisect_answer(folder) if folder else ()  # before check_env, which takes seconds
-    return Evidence(slug=finding.entry.slug if finding else "", check_env=check_env(subject), bisect=answer)
+    slug = finding.entry.slug if finding else ""
+    return Evidence(slug=slug, said="".join(said), check_env=check_env(subject), bisect=answer)
 
 
 def finished_bisect_of(run: Path) -> Path | None:

@@ -27,6 +27,7 @@ from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.tracebacks import log_lines, tracebacks_in
 from harness.task.tiny_models import is_tiny, tiny_fields
+from harness.tools.diagnose.log_lines import INJECTED
 from harness.tools.diagnose.symptoms import packages_of
 from harness.tools.environments import REPOSITORY
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
@@ -77,6 +78,8 @@ class Evidence:
 
     slug: str = ""
     """The catalogue's name of what was seen."""
+    said: str = ""
+    """The line of the run's log that has this name by itself; "" if none has, as where it needs a traceback."""
     check_env: Sequence[str] = ()
     """What `python -m sglang.check_env` printed."""
     bisect: Sequence[str] = ()
@@ -106,8 +109,9 @@ def render(subject: Subject, evidence: Evidence | None = None, server: bool = Fa
     Raises ValueError as check_subject does.
     """
     check_subject(subject, server)
-    values = values_of(subject, server)
-    header = redact.text("\n".join(_header(subject, evidence or Evidence(), values, server)))
+    values, evidence = values_of(subject, server), evidence or Evidence()
+    values["said"] = redact.text(evidence.said)[:LONGEST] if values["fault"] or values["missing"] else ""
+    header = redact.text("\n".join(_header(subject, evidence, values, server)))
     values["header"] = "\n".join(_wrapped(header.split("\n"))).replace('"""', "'''").rstrip("\\")
     return templates().get_template("repro.py.jinja").render(values)
 
@@ -162,7 +166,11 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
     resumes_all = config.memory.resume == "all"
     still = {"first_release", "resume_weights", "resume_kv_cache", "release"} if not moves_memory else set()
     still |= {"resume_kv_cache"} if resumes_all else set()
-    fault = planted_fault(subject.seen, [name for name in ORDER if name not in still])
+    fault = planted_fault(
+        subject.seen,
+        [name for name in ORDER if name not in still],
+        was_told=any(each["event"] == INJECTED for each in subject.events),
+    )
     missing = missing_tensors(subject.seen)
     seen = subject.seen
     has_own_failure = bool(seen and seen.code and seen.kind != "watchdog" and not (fault or missing))
@@ -256,7 +264,7 @@ def _header(subject: Subject, evidence: Evidence, values: dict[str, Any], server
         *_how_to_run(command, values, bool(subject.seen and subject.seen.kind == "watchdog")),
         "",
         f'Expected: exit code 0, and "PASSED: {values["steps"]} of {values["steps"]} steps".',
-        *_found(subject.seen, evidence.slug),
+        *_found(subject.seen, evidence, values),
         *_made_of(subject, values),
         *(["", "Bisect:", *(f"  {line}" for line in evidence.bisect)] if evidence.bisect else []),
         "",
@@ -296,20 +304,21 @@ def _how_to_run(command: str, values: dict[str, Any], watchdog_failed: bool) -> 
         ),
         "": (
             "without THE FAULT" + (" and the timeout" if values["enough"] else ""),
-            "The run failed outside of SGLang; THE FAULT in this file does on purpose what happened there.",
+            "THE FAULT in this file does on purpose what happened in the run; it does not say whose fault it was.",
         ),
     }[values["control"]]
     lines += [f"    {command}                  # fails as the run did"]
     return [*lines, f"    {command} --arm control    # passes, {without}", why]
 
 
-def _found(seen: RunEnd | None, slug: str) -> list[str]:
+def _found(seen: RunEnd | None, evidence: Evidence, values: dict[str, Any]) -> list[str]:
     if seen is None:
         return ["Found: nothing yet; this file was made from a config that was not run."]
     if seen.code == 0:
         return [f"Found: exit code 0. {seen.verdict[0]}"]
     code = "did not end" if seen.code is None else f"exit code {seen.code} of the rank that failed first"
-    known = f", known to launch/diagnose.py as {slug}" if slug else ""
+    is_known = evidence.slug and (evidence.said or not (values["fault"] or values["missing"]))
+    known = f", known to launch/diagnose.py as {evidence.slug}" if is_known else ""
     return [f"Found: {code}{known}:", *(f"  {line.strip()[:LONGEST]}" for line in seen.verdict[:1])]
 
 
@@ -351,11 +360,14 @@ def missing_tensors(seen: RunEnd | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.findall(r"\b[a-zA-Z]\w*(?:\.\w+)+", listed)))
 
 
-def planted_fault(seen: RunEnd | None, phases: Sequence[str]) -> PlantedFault | None:
-    """Return None where the same calls must fail without help, or nothing failed. phases: those of the program."""
+def planted_fault(seen: RunEnd | None, phases: Sequence[str], was_told: bool = False) -> PlantedFault | None:
+    """Return None where the same calls must fail without help, or nothing failed.
+
+    phases: those of the program. was_told: the run had injected faults, without which SGLang does not fail either.
+    """
     if seen is None or seen.code in (0, None) or missing_tensors(seen) or not seen.ranks:
         return None
-    if "has no such engine argument" in seen.error or not (statement := _statement(seen)):
+    if "has no such engine argument" in seen.error or not (statement := _statement(seen, was_told)):
         return None
     meant = ELSEWHERE.get(seen.phase, "sync" if seen.phase.startswith("verify_") else seen.phase)
     later = ORDER[ORDER.index(meant) :] if meant in ORDER else ORDER
@@ -368,7 +380,7 @@ def planted_fault(seen: RunEnd | None, phases: Sequence[str]) -> PlantedFault | 
     )
 
 
-def _statement(seen: RunEnd) -> str:
+def _statement(seen: RunEnd, was_told: bool) -> str:
     """Return the statement; empty where nothing is planted."""
     if seen.kind == "deadline":
         return f"time.sleep({10**9})"
@@ -389,7 +401,7 @@ def _statement(seen: RunEnd) -> str:
     message = seen.error.partition(": ")[2][:LONGEST]
     if seen.code in (2, 125):
         return f"leave({seen.code}, {f'error: {message}'!a} + chr(10))"
-    if _is_of_sglang(seen):
+    if _is_of_sglang(seen) and not was_told:
         return ""
     name = _class_name(seen.error)
     return f"raise {_exception(name, message) if name.isidentifier() else _exception('RuntimeError', seen.error[:LONGEST])}"

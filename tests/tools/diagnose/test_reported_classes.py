@@ -107,7 +107,9 @@ def test_an_assertion_of_a_kernel_comes_before_the_error_that_follows(tmp_path: 
         assert "condition" in said(found) and "CUDA_LAUNCH_BLOCKING" not in said(found)
 
 
-OF_DEEP_GEMM = 'Assertion failed: /x/deep_gemm/include/deep_gemm/comm/barrier.cuh:45, condition: false and "Grid sync timeout"'
+OF_DEEP_GEMM = (
+    'Assertion failed: /x/deep_gemm/include/deep_gemm/comm/barrier.cuh:45, condition: false and "Grid sync timeout"'
+)
 """As quoted in sglang#30399: what a kernel prints before it traps, after which every call of CUDA fails with 719."""
 
 

@@ -27,6 +27,7 @@ from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.export.program import ELSEWHERE, ORDER, Evidence, literal, missing_tensors, planted_fault, render
 from harness.tools.export.subject import RunEnd, Subject, behind, read_subject, what_was_started
 from harness.weights.fp8_checkpoint import write_quantized_model
+from launch.export import own_options
 from tests.tools.report.fake_run import fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -126,13 +127,19 @@ def test_the_top_of_the_file_has_what_maintainers_ask_for() -> None:
     words = ("configs/cpu/quickstart.toml", "--engine.device", "cpu")
     subject = replace(subject_of(*(str(REPOSITORY / words[0]), *words[1:])), seen=FAILED)
     said = ["python3 launch/bisect_versions.py --good 1 --bad 2 -- s.py", 'It says """x""" \\']
-    evidence = Evidence(slug="some-slug", check_env=["sglang: 0.5.23", "vllm: Module Not Found"], bisect=said)
+    evidence = Evidence(
+        slug="some-slug", said="some line", check_env=["sglang: 0.5.23", "vllm: Module Not Found"], bisect=said
+    )
     for server in (False, True):
         header = header_of(render(subject, evidence, server))
         command = "python repro.py" if server else "torchrun --standalone --nproc-per-node=2 repro.py"
         assert f"    {command}   " in header and f"    {command} --arm control   " in header, header
         assert 'Expected: exit code 0, and "PASSED: 4 of 4 steps".' in header
         assert "known to launch/diagnose.py as some-slug:\n  FIRST FAILURE: rank 1 failed" in header
+        assert "some-slug" not in header_of(render(subject, replace(evidence, said=""), server)), (
+            "its log would not have it"
+        )
+        assert "outside of SGLang" not in header
         assert "Bisect:\n  python3 launch/bisect_versions.py --good 1 --bad 2 -- s.py\n  It says" in header
         assert "python -m sglang.check_env (this file prints it again):\n    sglang: 0.5.23\n" in header
 
@@ -546,6 +553,35 @@ def test_an_ipv6_address_has_brackets(
     assert program.free_address().startswith(begins)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said", "slug"),
+    [
+        ({"kind": "died", "error": "was killed by SIGKILL"}, "injected: kill@update_actor:1:1", "injected-fault"),
+        ({"kind": "deadline", "error": "", "code": 124}, "injected: hang@update_actor:1:1", "injected-fault"),
+        ({"error": "EngineFailed: a scheduler died"}, "injected: wrong-shape@sync:1:1", "injected-fault"),
+        ({"error": "OutOfMemoryError: x", "phase": "sync"}, "injected: oom@sync:1:1", "injected-fault"),
+        ({"error": "OSError: x"}, "rank 1 FAILED: OSError: [Errno 28] No space left on device", "disk-full"),
+        ({"error": LOST.error}, "rank 1 FAILED: WeightsDidNotArrive: step 0", "weights-did-not-arrive"),
+    ],
+)
+@pytest.mark.parametrize("server", [False, True])
+def test_the_log_of_a_program_gets_the_name_that_its_top_says(
+    changed: dict[str, Any], said: str, slug: str, server: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (str(REPOSITORY / "configs/cpu/quickstart.toml"), "--engine.device", "cpu")
+    told = [{"event": "injected"}] * said.startswith("injected")
+    subject = replace(subject_of(*words), seen=replace(FAILED, ranks=(0,), **changed), events=tuple(told))
+    text = render(subject, Evidence(slug=slug, said=said), server)
+    assert f"known to launch/diagnose.py as {slug}" in header_of(text)
+    assert "THE FAULT" in text and "SGLang fails by itself" not in header_of(text)
+    [printed] = [line.strip() for line in text.splitlines() if line.strip().startswith(f"print({said!r}")]
+    (tmp_path / "print.py").write_text(f"import sys\n{printed}\n")
+    log = subprocess.run([sys.executable, tmp_path / "print.py"], capture_output=True, text=True).stderr
+    (tmp_path / "repro.log").write_text(log)
+    found = diagnose([str(tmp_path / "repro.log")]).finding
+    assert found and found.entry.slug == slug
+
+
 def test_the_control_arm_leaves_the_fault_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_of(tmp_path, seen=replace(FAILED, ranks=(0,), error="ValueError: x"))
     with pytest.raises(ValueError, match="x"):
@@ -580,6 +616,10 @@ def test_literals_are_python_and_not_long() -> None:
 
 
 def test_what_is_no_run_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothere is not a folder here"):
+        read_subject([str(tmp_path / "nothere")])
+    with pytest.raises(ValueError, match="leave --out out: the file goes to standard output"):
+        own_options(["runs/x", "--out", "x.py"])
     with pytest.raises(ConfigError, match="is not a run directory: it has no environment"):
         (tmp_path / "config.toml").touch()
         read_subject([str(tmp_path)])

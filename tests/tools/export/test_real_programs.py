@@ -89,13 +89,14 @@ def test_a_repro_ends_as_its_run_did(tmp_path: Path) -> None:
     repro_code, repro_log = run_repro(export(tmp_path / "elsewhere", str(job.folder)))
     assert job.process.returncode == 1
     assert repro_code == -SIGKILL, repro_log.read_text()[-4000:]  # torchrun tells how its rank ended
-    assert slug_of(repro_log) is None, repro_log.read_text()[-4000:]
+    assert "known to launch/diagnose.py as injected-fault" in repro_log.with_suffix(".py").read_text()
+    assert slug_of(repro_log) == "injected-fault", repro_log.read_text()[-4000:]
     assert "\nsglang: " in repro_log.read_text(), "what sglang.check_env prints"
     control_code, control_log = run_repro(repro_log.with_suffix(".py"), "--arm", "control")
     assert control_code == 0 and "PASSED: 4 of 4 steps" in control_log.read_text(), control_log.read_text()[-4000:]
     server = export(tmp_path / "server", str(job.folder), "--server")
     server_code, server_log = run_repro(server)
     assert server_code == -SIGKILL, server_log.read_text()[-4000:]
-    assert slug_of(server_log) is None, server_log.read_text()[-4000:]
+    assert slug_of(server_log) == "injected-fault", server_log.read_text()[-4000:]
     control_code, control_log = run_repro(server, "--arm", "control")
     assert control_code == 0 and "PASSED: 4 of 4 steps" in control_log.read_text(), control_log.read_text()[-4000:]
