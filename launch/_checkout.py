@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+ROOT = CHECKOUT if (CHECKOUT / "harness").is_dir() else CHECKOUT.parent
+"""What holds harness; in a wheel this folder is inside of harness."""
 
 
 def use() -> None:
@@ -19,20 +21,21 @@ def use() -> None:
         print(f"error: {sys.argv[0]} needs Python 3.11 or newer, and this is {found}.", file=sys.stderr)
         sys.exit(2)
     found_harness = importlib.util.find_spec("harness")
-    if found_harness and found_harness.origin and Path(found_harness.origin).resolve().parents[1] == CHECKOUT:
+    if found_harness and found_harness.origin and Path(found_harness.origin).resolve().parents[1] == ROOT:
         _end_well()
         return
     if sys.flags.ignore_environment:
         print(f"error: {sys.argv[0]} needs PYTHONPATH, or `pip install -e {CHECKOUT}`; drop -I or -E.", file=sys.stderr)
         sys.exit(2)
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *given])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *given])
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # until the new process can end well
     os.execv(sys.executable, sys.orig_argv)
 
 
 def _end_well() -> None:
     from harness.runtime import interrupts
+    from harness.runtime.installed import as_typed
 
     main = getattr(sys.modules["__main__"], "__file__", None)
     if not main or Path(main).resolve().parent != CHECKOUT / "launch":
@@ -40,4 +43,4 @@ def _end_well() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         interrupts.end_quietly()
     else:
-        interrupts.end_by_sentence(os.path.relpath(sys.argv[0], CHECKOUT))
+        interrupts.end_by_sentence(as_typed(os.path.relpath(sys.argv[0], CHECKOUT)))

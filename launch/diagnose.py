@@ -21,6 +21,7 @@ import _checkout
 _checkout.use()
 
 from harness.runtime.errors import report_user_error
+from harness.runtime.installed import as_typed
 from harness.tools.command_line import exit_with, read_options
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.diagnosis_text import as_json, as_text
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
         return report_user_error(error, rank=0)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold characters that the console cannot print
-    print(as_json(found) if options.json else as_text(found))
+    print(as_json(found) if options.json else as_typed(as_text(found)))
     return EXIT_CODES[found.verdict]
 
 

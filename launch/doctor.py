@@ -18,6 +18,7 @@ _checkout.use()
 
 from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
+from harness.runtime.installed import as_typed
 from harness.tools import preflight
 from harness.tools.command_line import parse, refuse_plan_options
 
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
     rank = rank_in(os.environ)
     if {"-h", "--help"} & set(arguments):
         if rank == 0:
-            print(__doc__)
+            print(as_typed(__doc__))
         return 0
     try:
         config = read(arguments, os.environ.get("WORLD_SIZE", ""))

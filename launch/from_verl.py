@@ -24,6 +24,7 @@ _checkout.use()
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import report_user_error
+from harness.runtime.installed import as_typed
 from harness.task.tiny_models import ARCHITECTURES
 from harness.tools import environments
 from harness.tools.command_line import exit_with, read_known_options
@@ -66,7 +67,7 @@ def main(arguments: list[str]) -> int:
     print(
         summary(found),
         *advice,
-        *(f"+ {line}" for line in lines),
+        *(f"+ {as_typed(line)}" for line in lines),
         sep="\n",
         file=sys.stdout if options.out else sys.stderr,
     )

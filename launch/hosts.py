@@ -36,7 +36,9 @@ def main(arguments: list[str]) -> int:
         from harness.tools.hosts.emulation import Emulation
 
         refusal = "" if options.isolation == "processes" else kernel.refusal()
-        plan = make_plan(options, arguments[split + 1 :], refusal, visible_gpus())
+        words = arguments[split + 1 :]
+        words[:1] = map(environments.shipped, words[:1])
+        plan = make_plan(options, words, refusal, visible_gpus())
         return Emulation(plan).run()
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)

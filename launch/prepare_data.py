@@ -19,6 +19,7 @@ import _checkout
 _checkout.use()
 
 from harness.runtime.errors import report_user_error
+from harness.runtime.installed import as_typed
 from harness.tools import environments
 from harness.tools.command_line import Parser, exit_with
 
@@ -26,7 +27,7 @@ from harness.tools.command_line import Parser, exit_with
 def main(arguments: list[str]) -> int:
     """Return the exit code."""
     if {"-h", "--help"} & set(arguments):
-        print(__doc__)
+        print(as_typed(__doc__))
         return 0
     from harness.tools.prepare_data import RECIPES, prepare, prepare_addition, save_supervised_start
 

@@ -14,6 +14,7 @@ import _checkout
 _checkout.use()
 
 from harness.runtime.errors import report_user_error
+from harness.runtime.installed import as_typed
 from harness.tools import environments
 from harness.tools.command_line import exit_with
 
@@ -21,7 +22,7 @@ from harness.tools.command_line import exit_with
 def main(arguments: list[str]) -> int:
     """Return the exit code."""
     if {"-h", "--help"} & set(arguments):
-        print(__doc__)
+        print(as_typed(__doc__))
         return 0
     environments.need("jinja2", "markdown_it", "msgspec")
     from harness.tools.report.write_reports import write_reports

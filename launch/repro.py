@@ -22,6 +22,7 @@ _checkout.use()
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import report_user_error
+from harness.runtime.installed import as_typed
 from harness.tools import environments
 from harness.tools.command_line import Parser, exit_with
 from harness.tools.hosts.host_plan import visible_gpus
@@ -44,7 +45,8 @@ def main(arguments: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="launch/repro.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    prog, description = as_typed("launch/repro.py"), as_typed(__doc__ or "")
+    made = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = made.add_subparsers(dest="command", required=True)
     chosen = Parser(add_help=False)
     chosen.add_argument(
@@ -79,7 +81,7 @@ def show_list(options: argparse.Namespace) -> int:
 
 def show(options: argparse.Namespace) -> int:
     """Print one case, or all cases of a failure or of an issue."""
-    print("\n\n".join(describe(case) for case in find(options.name)))
+    print(as_typed("\n\n".join(describe(case) for case in find(options.name))))
     return 0
 
 

@@ -41,7 +41,8 @@ IMPORTS = {
 TOOLS = {
     "agreement": {"ranks"},
     "bisection": {"command_line", "diagnose", "environments", "hosts"},
-    "command_line": {"fault_spec"},
+    "command_line": {"environments", "fault_spec"},
+    "commands": {"environments"},
     "diagnose": set(),
     "doctor": {"environment_file", "ranks"},
     "environment_file": set(),
@@ -49,7 +50,7 @@ TOOLS = {
     "export": {"bisection", "command_line", "diagnose", "environment_file", "environments"},
     "fault_spec": set(),
     "folded_torchrun": set(),
-    "forked_ranks": {"command_line", "folded_torchrun", "preflight"},
+    "forked_ranks": {"command_line", "environments", "folded_torchrun", "preflight"},
     "full_size": {"bisection", "command_line", "environments", "page_template", "user_sender"},
     "hosts": set(),
     "inject": {"fault_spec"},
@@ -70,7 +71,7 @@ TOOLS = {
     "prepare_data": set(),
     "ranks": set(),
     "report": {"diagnose", "export", "page_template", "ranks"},
-    "repro": {"diagnose", "full_size", "hosts", "preflight"},
+    "repro": {"diagnose", "environments", "full_size", "hosts", "preflight"},
     "rewards": set(),
     "start_job": {"command_line", "observers", "preflight", "rewards"},
     "step_bench": {"sync"},
@@ -79,7 +80,7 @@ TOOLS = {
     "user_sender": set(),
     "verify": {"environments", "full_size", "preflight", "user_sender"},
     "verl": {"environments"},
-    "watchdog": {"diagnose"},
+    "watchdog": {"diagnose", "environments"},
 }
 """Tools -> the other tools that each may import; the reference is open to all."""
 ONLY_THESE_IMPORT_SGLANG = (
@@ -92,6 +93,7 @@ LIGHT = (
     "harness.cluster.placement",
     "harness.rollout.early_start",
     "harness.tools.command_line",
+    "harness.tools.commands",
     "harness.tools.diagnose.diagnose",
     "harness.tools.watchdog.watchdog",
     "harness.tools.plan.dry_run",

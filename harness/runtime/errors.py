@@ -51,15 +51,16 @@ def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
     alone: the other ranks may not have this mistake, so each rank prints its own unless rank 0 has ended the run
     before.
     """
+    from harness.runtime import redact  # not above: this file also runs as a script
+    from harness.runtime.installed import as_typed
+
     if rank:
         time.sleep(SPEAK_FIRST_SECONDS)
     if rank == 0 or alone:
-        from harness.runtime import redact  # not above: this file also runs as a script, without the package
-
         label = {Stopped: "stopped", Found: "found"}.get(type(error), "error")
         label = label if rank == 0 else f"{label} on rank {rank}"
         # One line for each of several mistakes of a config.
-        say_twice("".join(f"{label}: {line}\n" for line in redact.text(str(error)).split("\n")))
+        say_twice("".join(f"{label}: {line}\n" for line in as_typed(redact.text(str(error))).split("\n")))
     if isinstance(error, Stopped | Found):
         return STOPPED if isinstance(error, Stopped) else APPEARED
     return CANNOT_RUN_HERE if isinstance(error, UnsupportedEnvironment) else MISTAKE

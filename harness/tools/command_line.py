@@ -36,6 +36,8 @@ from harness.config.mistakes import Mistake, Reading, refuse
 from harness.config.resolve import SECTIONS, resolve
 from harness.config.rules import in_ranges
 from harness.config.schema import Config
+from harness.runtime.installed import as_typed
+from harness.tools.environments import shipped
 from harness.tools.fault_spec import check_fault
 
 T = TypeVar("T")
@@ -136,7 +138,7 @@ def _read_files(words: "_Words") -> list[Layer]:
     layers = []
     for file in words.files:
         try:
-            layers.append(read_layer(file))
+            layers.append(read_layer(shipped(file)))
         except ConfigError as error:
             words.mistakes.append(Mistake(str(error)))
     if len(layers) < len(words.files):
@@ -172,14 +174,16 @@ def read_options(kind: type[T], prog: str, description: str, words: Sequence[str
 def read_known_options(kind: type[T], prog: str, description: str, words: Sequence[str]) -> tuple[T, list[str]]:
     """Read options as read_options does, and return the words that are not among them too."""
     if {"-h", "--help"} & set(words):
-        print(f"usage: {prog} [OPTION ...]\n\n{description.strip()}\n\noptions:\n{_options_help(kind())}")
+        print(as_typed(f"usage: {prog} [OPTION ...]\n\n{description.strip()}"), "options:", sep="\n\n")
+        print(_options_help(kind()))
         raise SystemExit(0)
     return _parse_known(kind, words)
 
 
 def print_help(prog: str, description: str) -> None:
     """Print all options and keys of a run with type, default and meaning, the common keys first."""
-    print(f"usage: {prog} [FILE.toml ...] [--section.key VALUE ...] [OPTION ...]\n\n{description.strip()}")
+    words = "[FILE.toml ...] [--section.key VALUE ...] [OPTION ...]"
+    print(as_typed(f"usage: {prog} {words}\n\n{description.strip()}"))
     print(f"\noptions:\n{_options_help(RunOptions())}")
     sections = {each.name: getattr(Config(), each.name) for each in fields(Config)}
     docs = {section: _docs_of(type(values)) for section, values in sections.items()}
@@ -326,7 +330,7 @@ def _entry(name: str, text: str) -> str:
 
 def _wrapped(text: str, indent: int) -> str:
     width, margin = min(shutil.get_terminal_size().columns, WIDEST), " " * indent
-    return textwrap.fill(text, width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
+    return textwrap.fill(as_typed(text), width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
 
 
 def _default_text(default: Any) -> str:

@@ -34,7 +34,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = next(each for each in Path(__file__).resolve().parents[1:] if (each / "launch").is_dir())
+"""What holds launch/ and configs/: the checkout, or in a wheel the package itself."""
 PINS = REPOSITORY / "configs" / "environments"
 DEFAULT_WITH_GPU, DEFAULT_WITHOUT_GPU = "cuda-torch2.11", "cpu"
 NETWORK = re.compile(r"connection|error sending request|dns error|name resolution|timed out|unreachable", re.IGNORECASE)
@@ -77,10 +78,11 @@ def need(*packages: str) -> None:
     if not lacking:
         return
     restart_in_environment()
+    from harness.runtime.errors import report_user_error  # not above: this file also runs as a script
+
     lacks = f"{sys.argv[0]} needs {' and '.join(lacking)}, which {sys.executable} lacks"
-    remedy = "run `python3 launch/quickstart.py` once, which makes .venv, or use a Python that has them"
-    print(f"error: {lacks}; {remedy}.", file=sys.stderr)
-    sys.exit(2)
+    remedy = "use a Python that has them, or, in a checkout, run `python3 launch/quickstart.py` once, which makes .venv"
+    sys.exit(report_user_error(ValueError(f"{lacks}; {remedy}."), rank=0))
 
 
 def restart_in_environment() -> None:
@@ -90,6 +92,12 @@ def restart_in_environment() -> None:
         from harness.runtime.interrupts import become  # not above: this file also runs as a script
 
         become([str(python), *sys.argv])
+
+
+def shipped(path: str) -> str:
+    """Return the path of a file; of ours in launch/ or configs/ if the user's folder has none of this name."""
+    ours = REPOSITORY / path
+    return path if Path(path).is_file() or not ours.is_file() else str(ours)
 
 
 def torchrun(python: Path) -> list[str]:

@@ -24,6 +24,7 @@ from harness.runtime.cpu_standins import activate
 from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, as_written
 from harness.tools import folded_torchrun
 from harness.tools.command_line import parse
+from harness.tools.environments import REPOSITORY
 from harness.tools.preflight import no_gpu
 
 NUMBERS = {
@@ -31,7 +32,7 @@ NUMBERS = {
     "--nnodes": (r"0*[1-9]\d*(:0*[1-9]\d*)?", "a number of hosts, or the least and the most as 1:4"),
 }
 """Options of torchrun, what they take, and the same in words."""
-JOBS = [Path(__file__).resolve().parents[2] / "launch" / name for name in ("ppo.py", "mismatch.py")]
+JOBS = [REPOSITORY / "launch" / name for name in ("ppo.py", "mismatch.py")]
 """The scripts whose ranks need not wait for their command line to be read before they import anything."""
 LOOK_SECONDS = 0.05
 RANK_MODULES = ("harness.run", "harness.tools.observers", "harness.train")

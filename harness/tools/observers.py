@@ -1,8 +1,6 @@
 """The observers of every run that the launch scripts start, in the order in which a run calls them."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from harness.config.schema import Config
@@ -14,9 +12,9 @@ from harness.tools.hosts.phase_gate import PHASE_SOCKET, EmulatedHost
 from harness.tools.picture import PlacementPicture
 from harness.tools.trackers.trackers import TrackerWriter
 from harness.tools.watchdog.client import WatchdogObserver
+from harness.tools.watchdog.ending import write_reports
 
 REPORT_SECONDS = 60.0  # how long the reports may take; the run has passed by then
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class ReportWriter(Observer):
@@ -34,14 +32,8 @@ class ReportWriter(Observer):
 
     def finished(self, code: int) -> None:
         """Write the reports in another process: whatever happens there, the run has passed."""
-        if not (self.folder and code == 0):
-            return
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-P", "-m", "harness.tools.report.write_reports", str(self.folder)]
-        try:
-            subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, timeout=REPORT_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            say(f"no report ({error}): {sys.executable} {ROOT}/launch/report.py {self.folder} writes it\n")
+        if self.folder and code == 0 and (problem := write_reports(self.folder, REPORT_SECONDS)):
+            say(f"no report: {problem}")
 
 
 def standard_observers(config: Config) -> list[Observer]:

@@ -20,6 +20,7 @@ from packaging.version import InvalidVersion, Version
 from harness.config.layers import ConfigError
 from harness.runtime import redact
 from harness.runtime.errors import report_user_error
+from harness.runtime.installed import as_typed
 from harness.runtime.working import working
 from harness.tools.bisection.bisect_report import (
     EXIT_CODES,
@@ -176,7 +177,7 @@ def _bisect(state: State, folder: Path, then_git: str) -> int:
     if found.kind != "found" or state.question.options.git:
         return EXIT_CODES[found.kind]
     if not checkout:
-        print(f"to find the commit: python3 {SCRIPT} --resume {folder} --then-git CHECKOUT", flush=True)
+        print(as_typed(f"to find the commit: python3 {SCRIPT} --resume {folder} --then-git CHECKOUT"), flush=True)
         return EXIT_CODES[found.kind]
     inner = folder / COMMITS_FOLDER
     try:
@@ -255,7 +256,7 @@ def _run_to_answer(state: State, folder: Path, lock: int) -> Answer | int:
     except OSError as error:
         why, code = f"paused: {folder} cannot be used: {error.strerror or error}.", PAUSED
     kept = f"{len(state.records)} verdicts are kept; continue with: python3 {SCRIPT} --resume {folder}"
-    print(f"{why}\n{kept}", file=sys.stderr, flush=True)
+    print(as_typed(f"{why}\n{kept}"), file=sys.stderr, flush=True)
     return code
 
 

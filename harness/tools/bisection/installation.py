@@ -27,6 +27,7 @@ from packaging.version import InvalidVersion, Version
 from harness.rollout.cpu_mode import cpu_environment
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
+from harness.runtime.installed import INSTALLED
 from harness.runtime.processes import run_tree
 from harness.tools.bisection.candidates import (
     Candidate,
@@ -92,7 +93,7 @@ class Environment:
     def variables(self, cpu_mode: bool, imports_harness: bool = False) -> dict[str, str]:
         """Return this process's variables, with the environment's programs and packages first.
 
-        cpu_mode: add the variables and stand-ins of SGLang's CPU mode. imports_harness: add this checkout to the path,
+        cpu_mode: add the variables and stand-ins of SGLang's CPU mode. imports_harness: add this package to the path,
         because no candidate has harness installed.
         """
         found = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
@@ -103,7 +104,7 @@ class Environment:
         inherited = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", standins)]
         if not imports_harness:  # launch/bisect_versions.py put it there for itself
             inherited = [each for each in inherited if each != str(REPOSITORY)]
-        paths = [*self.paths, *inherited, *([str(REPOSITORY)] if imports_harness else [])]
+        paths = [*self.paths, *inherited, *([str(harness_alone())] if imports_harness else [])]
         if cpu_mode:
             found = cpu_environment(1) | found
             paths.insert(0, standins)
@@ -124,6 +125,14 @@ class Environment:
 def store_root() -> Path:
     """Return the folder in which environments are kept for later bisects. Users may delete it at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "harness-bisect"
+
+
+def harness_alone() -> Path:
+    """Return a folder that has harness, and of other packages none that would hide a candidate's."""
+    if not INSTALLED:
+        return REPOSITORY
+    digest = hashlib.sha256(str(REPOSITORY).encode()).hexdigest()
+    return keep(store_root(), f"harness-{digest[:12]}", lambda folder: (folder / "harness").symlink_to(REPOSITORY))
 
 
 def keep(root: Path, key: str, fill: Callable[[Path], None]) -> Path:

@@ -17,6 +17,7 @@ from harness.config.layers import ConfigError, Layer, key_types, read_layer, red
 from harness.config.schema import Config
 from harness.runtime import redact
 from harness.runtime.files import is_regular
+from harness.runtime.installed import as_files
 from harness.runtime.phases import phase_of_step
 from harness.tools.command_line import parse
 
@@ -173,7 +174,7 @@ def what_was_started(command: str) -> tuple[str, tuple[str, ...]]:
     launch/ppo.py where the command does not say it.
     """
     try:
-        words = shlex.split(command)
+        words = shlex.split(as_files(command))
     except ValueError:  # somebody has edited it
         words = []
     at = next((at for at, word in enumerate(words) if word.endswith(".py") and Path(word).name != "torchrun.py"), None)

@@ -25,9 +25,10 @@ from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.task.tiny_models import is_tiny, save_config, tiny_config, tiny_fields
 from harness.tools.command_line import parse
+from harness.tools.environments import REPOSITORY
 from harness.tools.full_size.passed_on import PassedOn, divided
 
-SHIPPED = Path(__file__).resolve().parents[3] / "configs" / "models"
+SHIPPED = REPOSITORY / "configs" / "models"
 MTP_ALGORITHMS = ("NEXTN", "EAGLE")
 """Those of SGLang's that take the draft model from the model's own checkpoint; NEXTN is another name of EAGLE."""
 SECTIONS = ("parallel", "model", "engine", "weights", "memory")

@@ -15,6 +15,7 @@ from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import RankLocation, parse_visible
 from harness.config.model_fields import is_hub_model
 from harness.config.resolve import Resolved
+from harness.runtime.installed import as_typed
 from harness.tools.command_line import Command
 from harness.tools.picture import picture
 
@@ -81,7 +82,7 @@ def show(command: Command, resolved: Resolved) -> None:
     if visible and not options.cuda_visible_devices:
         print(f"CUDA_VISIBLE_DEVICES = {visible[0]} comes from this shell; --cuda-visible-devices gives another")
     if _device(resolved) == "cuda":
-        print(f"\n{memory_sentence(command)}")
+        print(f"\n{as_typed(memory_sentence(command))}")
 
 
 def memory_sentence(command: Command) -> str:

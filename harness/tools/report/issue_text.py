@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.config.layers import to_toml
 from harness.config.schema import Config
+from harness.runtime.installed import as_typed
 from harness.runtime.phases import phase_of_step
 from harness.tools.diagnose.diagnose import CatalogueMatch
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
@@ -231,9 +232,11 @@ def reproduce(subject: Subject) -> list[str]:
         [
             "With this harness, and config.toml as below:",
             "",
-            *fenced([f"{subject.torchrun} {shlex.join(words)} --run.dir runs/again"]),
+            *fenced([as_typed(f"{subject.torchrun} {shlex.join(words)} --run.dir runs/again")]),
             "",
-            "As one file that needs torch, transformers and sglang alone: `python launch/export.py RUN_DIR > repro.py`.",
+            as_typed(
+                "As one file that needs torch, transformers and sglang alone: `python3 launch/export.py RUN_DIR > repro.py`."
+            ),
             "",
             "config.toml, without what has the default value:",
             "",

@@ -1,11 +1,7 @@
-"""Write report.md, report.html and trace.json of a run directory, from the files in it.
-
-python -m harness.tools.report.write_reports RUN_DIR
-"""
+"""Write report.md, report.html and trace.json of a run directory, from the files in it."""
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
@@ -119,7 +115,3 @@ def _with_links(renderer: object, tokens: Sequence[Any], index: int, options: ob
         parts += [escape(text[at : found.start()]), f'<a href="{address}">{address}</a>']
         at = found.end()
     return "".join([*parts, escape(text[at:])])
-
-
-if __name__ == "__main__":
-    write_reports(Path(sys.argv[1]))

@@ -13,10 +13,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any, NoReturn
 
-HOSTS_SCRIPT = str(Path(__file__).resolve().parents[3] / "launch" / "hosts.py")
+from harness.tools.environments import REPOSITORY
+
+HOSTS_SCRIPT = str(REPOSITORY / "launch" / "hosts.py")
 PATIENCE_SECONDS = 2.0
 """Time for the other ranks to fail too, once one has failed."""
 PORTS = range(10_000, 20_000)

@@ -3,11 +3,8 @@
 import importlib.metadata
 import subprocess
 import sys
-from pathlib import Path
 
 from harness.tools.repro import cases
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def use_release(release: str) -> None:
@@ -21,5 +18,5 @@ def use_release(release: str) -> None:
         return
     environment = environment_of(release)
     variables = environment.variables(cpu_mode=True, imports_harness=True)
-    command = [environment.python, "-m", cases.__name__, *sys.argv[1:]]
-    sys.exit(subprocess.run(command, env=variables, cwd=REPOSITORY).returncode)
+    command = [environment.python, "-P", "-m", cases.__name__, *sys.argv[1:]]
+    sys.exit(subprocess.run(command, env=variables).returncode)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
+from harness.tools.environments import REPOSITORY
 from harness.tools.full_size.model_and_options import SHIPPED
 
 if TYPE_CHECKING:
     from harness.weights.fusing import FusingGroup
     from harness.weights.tensor_view import TensorView
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCK_FLOAT8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 """The quantization_config of checkpoints in DeepSeek's blocks of float8."""
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -58,8 +58,8 @@ def true_model(
 
 def full_size(folder: Path, *options: object) -> None:
     """Run launch/full_size.py, and exit with its code. Raise UnsupportedEnvironment if it cannot answer here."""
-    command = [sys.executable, "launch/full_size.py", str(folder), *map(str, options)]
-    done = subprocess.run(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, str(REPOSITORY / "launch" / "full_size.py"), str(folder), *map(str, options)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     sys.stderr.write(done.stderr)
     if done.returncode == CANNOT_RUN_HERE:
         raise UnsupportedEnvironment(done.stderr.strip().rpartition("\n")[2].removeprefix("error: "))

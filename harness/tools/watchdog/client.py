@@ -42,7 +42,7 @@ STOPPED_SECONDS = 60.0  # see WatchdogSettings
 ORDER_SECONDS = 15.0  # beyond heartbeat_timeout: a rank that failed waits for so long for the order to exit
 FAILED = 1
 FLIGHT_RECORDS = "2000"  # collectives that torch's flight recorder keeps
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).parents[3]  # not resolved: harness may be here by a link, away from other packages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

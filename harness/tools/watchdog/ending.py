@@ -8,6 +8,7 @@ the end by seconds at most, because whatever may block runs on a thread that is 
 
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from harness.runtime.processes import (
     stat_fields,
     with_variable,
 )
+from harness.tools.environments import REPOSITORY
 from harness.tools.watchdog.channel import LAST_BEAT, Heartbeats, Met, WatchdogSettings, open_heartbeat_socket
 from harness.tools.watchdog.deaths import ExitWatch
 from harness.tools.watchdog.failures import JobView, Place, RunFailure
@@ -49,7 +51,6 @@ SETTLE_SECONDS = 0.5  # from the watchdog's end to the verdict: another rank may
 CLEANUP_SECONDS = 2.0  # how long the ranks of a host take, together, to end without their watchdog
 POLL_SECONDS = 0.02
 NO_REPORT = "no-report.txt"
-ROOT = Path(__file__).resolve().parents[3]
 
 _PARENT, _STARTED = 1, 19  # fields of /proc/PID/stat, counted from 0 after the name
 _SIG_IGN = 1
@@ -165,14 +166,21 @@ def keep_and_report(verdict: RunVerdict, reports: bool) -> None:
 
 
 def report_failed_run(folder: Path, seconds: float = REPORT_SECONDS) -> None:
-    """Write report.md and report.html of a run directory that has a config.
+    """Write the reports of a run directory that has a config.
 
-    In a process, because a report can fail too. An error goes to no-report.txt: the verdict must stay last on the
-    screen.
+    An error goes to no-report.txt: the verdict must stay last on the screen.
     """
-    if not (folder / "config.toml").is_file():
-        return
-    command = [sys.executable, str(ROOT / "launch" / "report.py"), str(folder)]
+    if (folder / "config.toml").is_file() and (problem := write_reports(folder, seconds)):
+        with suppress(OSError):  # a full disk
+            replace_file(folder / NO_REPORT, problem)
+
+
+def write_reports(folder: Path, seconds: float) -> str:
+    """Write the reports of a run directory, in a process, because a report can fail too.
+
+    Return why there are none and how to write them; "" if they are written.
+    """
+    command = [sys.executable, str(REPOSITORY / "launch" / "report.py"), str(folder)]
     # Not a rank: with this variable it would print an error again below torchrun's report.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
     pipes: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
@@ -181,9 +189,7 @@ def report_failed_run(folder: Path, seconds: float = REPORT_SECONDS) -> None:
         problem = (done.stderr or f"launch/report.py ended with {done.returncode}\n") if done.returncode else ""
     except (OSError, subprocess.SubprocessError) as error:
         problem = f"{type(error).__name__}: {error}\n"
-    if problem:
-        with suppress(OSError):  # a full disk
-            replace_file(folder / NO_REPORT, f"{problem}`python launch/report.py {folder}` writes the reports.\n")
+    return f"{problem}`{shlex.join(command)}` writes the reports.\n" if problem else ""
 
 
 @dataclass(frozen=True, slots=True)

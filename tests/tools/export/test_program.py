@@ -175,6 +175,11 @@ def test_every_phase_of_a_run_has_one_in_a_program() -> None:
             ["--prompt-tokens", "512", "--repeats=2"],
         ),
         ("torchrun my/own.py --what else", "my/own.py", ["--what", "else"]),
+        (
+            "torchrun --no-python /x/bin/sglang-rl-harness step-bench a.toml --repeats 2",
+            "launch/step_bench.py",
+            ["--repeats", "2"],
+        ),
     ],
 )
 def test_what_a_run_was_started_with(command: str, script: str, options: list[str]) -> None:
