@@ -19,9 +19,7 @@ def test_a_report_that_fails_leaves_its_reason(tmp_path: Path, capfd: pytest.Cap
     folder = fake_run(tmp_path / "run", 2)
     report_failed_run(folder, seconds=0.001)
     text = (folder / NO_REPORT).read_text()
-    assert text.startswith("TimeoutExpired: ") and text.endswith(
-        f"`python launch/report.py {folder}` writes the reports.\n"
-    )
+    assert text.startswith("TimeoutExpired: ") and text.endswith(f"launch/report.py {folder}` writes the reports.\n")
     (folder / "config.toml").write_text("[model")
     report_failed_run(folder, seconds=120)
     assert "config.toml" in (folder / NO_REPORT).read_text().splitlines()[0]
