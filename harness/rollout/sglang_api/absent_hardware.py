@@ -7,6 +7,7 @@ import ast
 import importlib
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,41 @@ import torch
 KERNELS = "torch.ops.sgl_kernel"
 WARM_UPS = ("_prewarm_mhc_kernels", "_prewarm_mhc_pre_kernels")
 """Methods of DeepSeek-V4's class that compile kernels of tilelang; the second name is that of SGLang 0.5.16."""
-_ABSENT = re.compile(r"is not installed|not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|No module named")
+_ABSENT = re.compile(
+    r"is not installed|not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|No module named|sgl_kernel|^NameError"
+)
+_HARDWARE = r"\b(CUDA|ROCm|[GNX]PUs?|SM ?\d+|NVIDIA|AMD|Ascend|Hopper|Blackwell)\b"
+_WANTS_HARDWARE = re.compile(
+    rf"\b(requires?|needs?|only|supported)\b.*{_HARDWARE}|{_HARDWARE}.*\b(only|required)\b", re.DOTALL
+)
+"""A sentence of SGLang's about hardware that is not here."""
+_ASKS_FOR_HARDWARE = re.compile(r"is_(cuda|cpu|hip|npu|xpu|musa)|platform")
+"""A condition in SGLang's source whose answer depends on the hardware."""
 
 
 def tells_what_is_absent(message: str) -> bool:
-    """Return whether an error of SGLang's says that a GPU, or a package of kernels for it, is absent."""
+    """Return whether an error of SGLang's says that a GPU, or a package of kernels for it, is absent.
+
+    message: with the error's type. A name that is not defined is one that SGLang imports on a GPU alone.
+    """
     return bool(_ABSENT.search(message))
+
+
+def is_for_hardware(error: Exception) -> bool:
+    """Return whether SGLang raised an error because this is a machine without a GPU, and not because of the model.
+
+    Its words tell, or the conditions that the line which raised it stands under.
+    """
+    said = f"{type(error).__name__}: {error}"
+    if tells_what_is_absent(said) or _WANTS_HARDWARE.search(said):
+        return True
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    if "/sglang/srt/" not in raised.filename or raised.lineno is None:
+        return False
+    tree = ast.parse(Path(raised.filename).read_text(encoding="utf-8"))
+    above = (node for node in ast.walk(tree) if isinstance(node, ast.If | ast.Assert))
+    tests = [ast.unparse(each.test) for each in above if each.lineno <= raised.lineno <= (each.end_lineno or 0)]
+    return any(map(_ASKS_FOR_HARDWARE.search, tests))
 
 
 @dataclass(frozen=True)
@@ -50,6 +80,33 @@ class AssumedGpu:
             patch.object(torch.cuda, function, self._answering(function, value)).start()
         # Some loaders move what they are given to the GPU; here it stays where it is.
         patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor).start()
+        self._answer_for_platform()
+
+    def _answer_for_platform(self) -> None:
+        """Answer what SGLang asks functions and flags of its own, of which its modules keep what they were told as they
+        were imported: which class a quantization has, how a loader pads, what may be asked for.
+
+        The flags of other modules stay: with them SGLang computes, by kernels that are not here.
+        """
+        major, minor = self.capability
+        context = sys.modules.get("sglang.srt.runtime_context")
+        if context is not None and hasattr(context, "override_platform"):  # older releases ask their functions alone
+            on_hopper = {"is_cuda": True, "is_sm90": True, "is_hopper_with_cuda_12_3": True, "has_amx": False}
+            context.override_platform(
+                **on_hopper, device_sm=10 * major + minor, device_capability=self.capability
+            ).install()
+        of_packages: dict[str, dict[str, Any]] = {
+            "sglang.srt.models.": {"_is_cpu": False},
+            "sglang.srt.layers.quantization.awq": {"_is_cuda": True},
+            "sglang.srt.layers.quantization.": {
+                "is_cuda": lambda: True,
+                "get_device_capability": self._answering("get_device_capability", self.capability),
+            },
+        }
+        for package, answers in of_packages.items():
+            for module in [each for name, each in sys.modules.items() if name.startswith(package)]:
+                for name in answers.keys() & vars(module).keys():
+                    patch.object(module, name, answers[name]).start()
 
     def _answering(self, function: str, value: Any) -> Callable[..., Any]:
         def call(*_: Any, **__: Any) -> Any:
@@ -74,17 +131,6 @@ def shapes_of_gpu(config: Any) -> None:
         rotary = importlib.import_module(f"{rotary.__name__}.factory")
     if hasattr(rotary, "get_rope_cpu"):
         patch.object(rotary, "get_rope_cpu", lambda *arguments: rotary.get_rope(*arguments[:-1])).start()
-
-
-def models_of_gpu() -> None:
-    """Have SGLang's imported model classes and their loaders take the way that they take on a GPU.
-
-    On a CPU some pad what they load: 0.5.17 pads the sinks of gpt-oss to all ranks, although with DP attention each has
-    all.
-    """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("sglang.srt.models.") and hasattr(module, "_is_cpu"):
-            patch.object(module, "_is_cpu", False).start()
 
 
 def without_warm_up(model: Any) -> None:

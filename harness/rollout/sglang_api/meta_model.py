@@ -23,7 +23,6 @@ from harness.rollout.defaults import without_models_code
 from harness.rollout.served_models import DRAFT_CLASS
 from harness.rollout.sglang_api.absent_hardware import (
     define_kernels,
-    models_of_gpu,
     mxfp4_of_gpu,
     shapes_of_gpu,
     without_warm_up,
@@ -98,7 +97,6 @@ def import_all(folder: Path) -> None:
         for module in ("srt.model_loader.loader", "srt.models.registry", "srt.layers.moe"):
             _module(module)
     mxfp4_of_gpu()
-    models_of_gpu()
 
 
 @contextmanager
@@ -133,7 +131,7 @@ def build_on_meta(
     """
     server_arguments = load("srt/server_args.py", "ServerArgs")(
         model_path=str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True,
-        attention_backend=_attention_backend(folder), disable_overlap_schedule=True,
+        attention_backend=_attention_backend(folder), disable_overlap_schedule=True, disable_radix_cache=True,
         **without_models_code(arguments),
     )  # fmt: skip
     world = server_arguments.tp_size * server_arguments.pp_size

@@ -27,7 +27,6 @@ from harness.tools.full_size.exported_names import Export, call_function
 from harness.tools.full_size.findings import Findings, examine_names
 from harness.tools.full_size.model_and_options import Options, Question
 from harness.tools.full_size.name_lists import count_of
-from harness.tools.full_size.passed_on import refused_for_hardware
 from harness.tools.full_size.ranks_at_true_size import EngineRank, EngineShape
 from harness.tools.full_size.sync_plan import Rates
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class, trainer_names
@@ -274,7 +273,7 @@ def _about_trainer(answer: Answer, dtype: torch.dtype) -> Answer:
         ranks, findings = examine_names(shape, groups, every_name=options.all_ranks, buffers=names.buffers)
         draft = draft_model.examine_draft(shape, ranks, layout, mtp) if mtp else None
     except ranks_at_true_size.RankFailed as error:
-        return _not_built(answer, error)
+        return replace(answer, cannot_build=str(error))
     answer = replace(
         answer, ranks=tuple(ranks), findings=findings, draft=draft, seconds=time.monotonic() - answer.started
     )  # fmt: skip
@@ -303,7 +302,7 @@ def _about_export(answer: Answer, export: Export | None, dtype: torch.dtype) -> 
     try:
         found = asked.answer(answer.shape, answer.layout, options.all_ranks)
     except ranks_at_true_size.RankFailed as error:
-        return _not_built(answer, error)
+        return replace(answer, cannot_build=str(error))
     answer = replace(
         answer, ranks=found.ranks, findings=found.findings, draft=found.draft, exported=found,
         seconds=time.monotonic() - answer.started,
@@ -312,13 +311,6 @@ def _about_export(answer: Answer, export: Export | None, dtype: torch.dtype) -> 
         "\n".join((*found.as_lines(), answer.sent_line(f"of {options.names}"), *asked.notes(), *answer.engine_lines()))
     )
     return answer
-
-
-def _not_built(answer: Answer, error: ranks_at_true_size.RankFailed) -> Answer:
-    """Return the answer that SGLang cannot build the engine. Raise UnsupportedEnvironment if it lacks hardware alone."""
-    if refused := refused_for_hardware(str(error), answer.question.arguments):
-        raise UnsupportedEnvironment(f"SGLang refuses {refused} without the hardware for it: {error}") from None
-    return replace(answer, cannot_build=str(error))
 
 
 def _names_sent(question: Question, dtype: torch.dtype) -> TrainerNames:

@@ -4,7 +4,6 @@ What matters only while an engine runs is left out. Much of it SGLang refuses, o
 GPU.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 from harness.config.draft_rules import sends_mtp_layer
 from harness.runtime.errors import UnsupportedEnvironment
 
-BASIC = ("tp_size", "pp_size", "ep_size", "dp_size", "enable_dp_attention", "dtype", "speculative_algorithm")
-"""What the options of launch/full_size.py set."""
 GROUPS = {
     "memory": "mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size"
     " max_prefill_tokens prefill_max_requests page_size swa_full_tokens_ratio disable_hybrid_swa_memory disable_radix_cache"
@@ -51,11 +48,6 @@ UNKNOWN_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "init_expert_location": ((None, "trivial"), REDUNDANT),
 }
 """Argument -> the values with which it changes nothing, and why others cannot be answered."""
-_HARDWARE = r"\b(CUDA|ROCm|[GNX]PUs?|SM ?\d+|NVIDIA|AMD|Ascend|Hopper|Blackwell)\b"
-_WANTS_HARDWARE = re.compile(
-    rf"\b(requires?|needs?|only|supported)\b.*{_HARDWARE}|{_HARDWARE}.*\b(only|required)\b", re.DOTALL
-)
-"""A sentence of SGLang's about hardware that is not here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +96,3 @@ def _is_beside(name: str, arguments: Mapping[str, Any]) -> bool:
     if name.startswith("speculative_"):
         return not sends_mtp_layer(arguments)
     return name in BESIDE_THE_CLASS or name.startswith(BEGIN_BESIDE_THE_CLASS)
-
-
-def refused_for_hardware(said: str, arguments: Mapping[str, Any]) -> str:
-    """Return the arguments that SGLang refuses because hardware is absent, as a part of a sentence; "" if it does not.
-
-    said: its own words. They name an argument, or any of those that are not BASIC may be meant.
-    """
-    others = [name for name in arguments if name not in BASIC]
-    if not _WANTS_HARDWARE.search(said):
-        return ""
-    words = said.replace("-", "_")
-    named = [name for name in others if re.search(rf"(\b|_){name}\b", words)]
-    return " or ".join(f"engine.args.{name} = {arguments[name]!r}" for name in named or others)

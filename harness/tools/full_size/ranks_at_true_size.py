@@ -25,7 +25,7 @@ import torch
 
 from harness.config.model_fields import WEIGHT_INDEX
 from harness.rollout.sglang_api import meta_model
-from harness.rollout.sglang_api.absent_hardware import AssumedGpu, tells_what_is_absent
+from harness.rollout.sglang_api.absent_hardware import AssumedGpu, is_for_hardware
 from harness.rollout.sglang_api.meta_kv_cache import KvCache
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size.forks import ForkEnded, Told, in_forks
@@ -514,6 +514,6 @@ def _examine_in_fork(*job: *Job) -> EngineRank:
         raise
     except Exception as error:  # whatever SGLang raises while it builds a model: it is the answer
         said = f"{type(error).__name__}: {error}"
-        if tells_what_is_absent(said):
+        if is_for_hardware(error):
             raise UnsupportedEnvironment(f"SGLang cannot build engine rank {rank} here: {said}") from error
         raise RankFailed(f"engine rank {rank}: {said}") from error

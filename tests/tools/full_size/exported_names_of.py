@@ -1,7 +1,7 @@
 """Run by test_exported_names.py in a process of its own: exports of one model, each given to the engine's loaders.
 
 Usage: python exported_names_of.py MODEL_FOLDER. Prints JSON: export -> its lists, causes and exit code. A model with a
-quantization_config is sent in GPTQ, in four bits.
+quantization_config is sent in four bits, as GPTQ or AWQ has them.
 """
 
 import json
@@ -55,31 +55,31 @@ def exports(sent: Sent) -> dict[str, Sent]:
     }
 
 
-def in_gptq(sent: Sent) -> Sent:
-    """Return the names, dtypes and shapes of a GPTQ checkpoint with groups of 128."""
+def in_four_bits(sent: Sent, method: str) -> Sent:
+    """Return the names, dtypes and shapes of a checkpoint in GPTQ or AWQ with groups of 128."""
     found: Sent = {}
     for name, (_, shape) in sent.items():
         if not re.search(r"layers.*_proj\.weight", name):
             found[name] = ["float16", shape]
             continue
         rows, columns = shape
+        packed = [columns // 8, rows] if method == "gptq" else [columns, rows // 8]
         parts = {
-            "qweight": ["int32", [columns // 8, rows]],
+            "qweight": ["int32", packed],
             "qzeros": ["int32", [columns // 128, rows // 8]],
             "scales": ["float16", [columns // 128, rows]],
-            "g_idx": ["int32", [columns]],
-        }
+        } | ({"g_idx": ["int32", [columns]]} if method == "gptq" else {})
         found |= {f"{name.removesuffix('weight')}{part}": each for part, each in parts.items()}
     return found
 
 
-def gptq_exports(sent: Sent) -> dict[str, Any]:
+def exports_in_four_bits(sent: Sent) -> dict[str, Any]:
     """Return exports with shapes, and indexes whose files are absent."""
     lost = without(sent, r"layers\.1\.self_attn\.k_proj\.scales")
     return {
-        "GPTQ": {"sent": sent},
-        "GPTQ's index": {"weight_map": dict.fromkeys(sent, "absent.safetensors")},
-        "GPTQ's index without scales of k": {"weight_map": dict.fromkeys(lost, "absent.safetensors")},
+        "shapes": {"sent": sent},
+        "index": {"weight_map": dict.fromkeys(sent, "absent.safetensors")},
+        "index without scales of k": {"weight_map": dict.fromkeys(lost, "absent.safetensors")},
     }
 
 
@@ -108,14 +108,14 @@ if __name__ == "__main__":
     from harness.tools.full_size.trainer_names import trainer_layout
 
     meta_model.import_all(model)
-    quantized = "quantization_config" in json.loads((model / "config.json").read_text())
+    quantized = json.loads((model / "config.json").read_text()).get("quantization_config")
     with tempfile.TemporaryDirectory() as plain:
         views = trainer_layout(without_quantization(model, Path(plain)), torch.bfloat16)
     right = {view.name: [str(view.dtype).removeprefix("torch."), list(view.shape)] for view in views}
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "sent.json"
         if quantized:
-            every = gptq_exports(in_gptq(right))
+            every = exports_in_four_bits(in_four_bits(right, quantized["quant_method"]))
             answers = {name: found(model, file, export, dtype="float16") for name, export in every.items()}
         else:
             answers = {name: found(model, file, {"sent": sent}, ep=2) for name, sent in exports(right).items()}

@@ -20,6 +20,7 @@ from harness.tools.full_size.findings import Findings
 from harness.tools.full_size.model_and_options import Options, read_question
 from harness.tools.full_size.model_verdict import Answer
 from harness.tools.full_size.name_lists import Expected, Line, NameLists, lists_of
+from harness.tools.verify.question import check_folder
 from harness.weights.tensor_view import TensorView
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -94,19 +95,35 @@ def test_a_right_export_is_silent(export: str, answers: dict[str, Any]) -> None:
     assert bool(found["passed_over"]) == (export == "with a table")
 
 
+DENSE = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+FOUR_BITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gptq": (DENSE, {"desc_act": False, "sym": True}),
+    "awq": (
+        {
+            **DENSE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 64, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        },
+        {"zero_point": True, "version": "gemm", "modules_to_not_convert": ["mlp.gate"]},
+    ),
+}  # fmt: skip
+"""quant_method -> config.json and further fields of its quantization. A CPU builds no experts in AWQ: the class of a GPU
+is awq_marlin."""
+
+
 @pytest.mark.slow
-def test_four_bits_arrive_and_a_lost_scale_is_named_by_the_index_alone(tmp_path: Path) -> None:
-    fields = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256,
-        "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 512, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+@pytest.mark.parametrize("method", FOUR_BITS)
+def test_four_bits_arrive_and_a_lost_scale_is_named_by_the_index_alone(method: str, tmp_path: Path) -> None:
+    fields, more = FOUR_BITS[method]
+    quantized = {"quant_method": method, "bits": 4, "group_size": 128, **more}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "quantization_config": quantized}))
     done = run(Path(__file__).with_name("exported_names_of.py"), tmp_path)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
-    lost = answers.pop("GPTQ's index without scales of k")
+    lost = answers.pop("index without scales of k")
     assert [each["name"] for each in lost["expected_and_not_sent"]] == ["model.layers.1.self_attn.k_proj.scales"]
     assert lost["code"] == 1
     for export, found in answers.items():
@@ -157,6 +174,23 @@ def test_a_file_that_is_no_export_is_refused_in_one_sentence(text: str, part: st
     (tmp_path / "sent.json").write_text(text)
     with pytest.raises(ConfigError, match=part):
         read_export(str(tmp_path / "sent.json"))
+
+
+def test_a_lora_adapter_is_refused_in_one_sentence_wherever_it_lies(tmp_path: Path) -> None:
+    """Its head may be there whole (modules_to_save). A model that is sent with an adapter beside is none."""
+    adapter = {"model.layers.0.q_proj.lora_A.weight": torch.zeros(2, 4), "lm_head.weight": torch.zeros(4, 4)}
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(adapter, file)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for refuse in (
+        lambda: read_export(str(file)),
+        lambda: read_export(str(tmp_path)),
+        lambda: check_folder("--weights", tmp_path, config=True),
+    ):
+        with pytest.raises(ConfigError, match="LoRA adapter .* 1 tensors such as model.layers.0.q_proj.lora_A"):
+            refuse()
+    save_file({**adapter, "model.layers.0.q_proj.weight": torch.zeros(4, 4)}, file)
+    assert read_export(str(file))
 
 
 def test_what_is_neither_file_nor_function_or_would_be_unpickled_is_refused(tmp_path: Path) -> None:
@@ -225,11 +259,11 @@ def wrong():
 
 
 def test_a_function_yields_names_dtypes_and_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_sender.py").write_text(SENDER)
+    (tmp_path / "2_senders.py").write_text(SENDER)
     monkeypatch.chdir(tmp_path)
-    assert read_export("my_sender:tensors") is None, "it is called once torch is imported"
-    export = call_function("my_sender:tensors")
+    assert read_export("2_senders:tensors") is None, "it is called once torch is imported"
+    export = call_function("2_senders:tensors")
     assert [(view.name, view.shape) for view in export.views()] == [("a", (2,)), ("a", (3,))]
-    for source, words in (("my_sender:wrong", "RuntimeError: no model"), ("my_sender:absent", "AttributeError")):
+    for source, words in (("2_senders:wrong", "RuntimeError: no model"), ("2_senders:absent", "AttributeError")):
         with pytest.raises(ConfigError, match=words):
             call_function(source)

@@ -12,7 +12,6 @@ from harness.tools.command_line import read_known_options
 from harness.tools.full_size.command import run
 from harness.tools.full_size.forks import Told, in_forks
 from harness.tools.full_size.model_and_options import Options, Question, read_question
-from harness.tools.full_size.passed_on import refused_for_hardware
 from tests.tools.full_size.test_full_size import MODELS, full_size, with_layers
 
 MODEL = "deepseek_v3_bf16"
@@ -118,16 +117,6 @@ def test_a_config_with_a_draft_model_of_the_checkpoint_has_one_here(tmp_path: Pa
     assert "speculative_algorithm" in asked.passed_on.not_counted
 
 
-def test_a_refusal_for_absent_hardware_is_told_from_one_of_the_model() -> None:
-    """The first sentence is SGLang's for megamoe, the second the one of sgl-project/sglang#3491."""
-    given = {"tp_size": 4, "moe_a2a_backend": "megamoe", "enable_dp_lm_head": True}
-    absent = "ValueError: --moe-a2a-backend megamoe needs a CUDA SM90 GPU"
-    assert refused_for_hardware(absent, given) == "engine.args.moe_a2a_backend = 'megamoe'"
-    assert "enable_dp_lm_head" in refused_for_hardware("RuntimeError: this kernel requires a GPU", given)
-    assert not refused_for_hardware("Weight output_partition_size = 576 is not divisible by block_n = 128", given)
-    assert not refused_for_hardware(absent, {"tp_size": 4, "ep_size": 4})
-
-
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -164,6 +153,9 @@ def test_a_dtype_is_one_of_three() -> None:
 def test_a_shipped_folder_may_be_given_by_its_path(tmp_path: Path) -> None:
     assert ask(tmp_path, model=MODELS / MODEL).folder == ask(tmp_path).folder
     assert "MODEL must be a folder with a config.json" in refused(tmp_path, model=f"../models/{MODEL}")
+    for name, near in (("deepseekv3", "deepseek_v3"), ("Qwen/Qwen3-30B-A3B", "qwen3_30b_a3b")):
+        assert f"the nearest is {near}." in refused(tmp_path, model=name)
+    assert "those are deepseek_v3, " in refused(tmp_path, model="nothing")
 
 
 @pytest.mark.parametrize("option", ["json", "page"])
@@ -220,10 +212,32 @@ def test_what_is_passed_on_changes_what_the_engine_holds(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_an_argument_for_absent_hardware_is_125(tmp_path: Path) -> None:
-    words = ["--engine.args.moe_a2a_backend", "megamoe"]
+    words = ["--engine.args.moe_a2a_backend", "deepep"]
     done = full_size(with_layers(MODEL, 4, tmp_path), "--tp", 2, "--nnodes", 1, *words)
     assert done.returncode == 125, done.stdout + done.stderr
-    assert "SGLang refuses engine.args.moe_a2a_backend = 'megamoe'" in done.stderr.splitlines()[-1]
+    assert "SGLang cannot build" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_what_only_the_cpu_refuses_is_passed_over_and_a_run_of_it_is_one_sentence(tmp_path: Path) -> None:
+    """GLM-5.3 has states of linear attention, of which SGLang's CPU mode keeps no snapshots, and a vision tower."""
+    text = {
+        "model_type": "glm5_next_text", "num_hidden_layers": 4, "n_routed_experts": 8, "mhc": True, "swiglu_limit": 10.0,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mlp_layer_types": ["dense"] * 3 + ["sparse"],
+        "linear_lower_bound": -5.0, "index_head_dim": 128, "index_topk": 2048, "index_n_heads": 32, "index_kpool": 16,
+        "index_kpool_compress": True, "index_kpool_always_select_tail": True, "num_key_value_heads": 64,
+    }  # fmt: skip
+    vision = {
+        "model_type": "glm5_next_vision", "depth": 2, "hidden_size": 1024, "num_heads": 16, "out_hidden_size": 1536,
+        "intermediate_size": 4096, "projection_intermediate_size": 10240, "swiglu_limit": 10.0,
+    }  # fmt: skip
+    fields = {"architectures": ["Glm5NextForConditionalGeneration"], "model_type": "glm5_next"}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "text_config": text, "vision_config": vision}))
+    done = full_size(tmp_path, "--tp", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = full_size(tmp_path, "--tp", 2, "--nnodes", 1)
+    assert done.returncode == 2 and "has none for Glm5NextForConditionalGeneration" in done.stderr
+    assert "leave out --nnodes" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
 @pytest.mark.long
