@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-FUNCTION = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)")
+FUNCTION = re.compile(r"(\w[\w.]*):([A-Za-z_][\w.]*)")
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """What a checkpoint in safetensors holds, by the headers of its files: names, dtypes, shapes and where the bytes are."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ DTYPES = {
     "F8_E8M0": "float8_e8m0fnu", "U8": "uint8", "I8": "int8", "I32": "int32", "I64": "int64", "BOOL": "bool",
 }  # fmt: skip
 """What a header calls a dtype -> torch's name."""
+
+LAYER = re.compile(r"\.\d+\.")
+"""In the name of a tensor of one of several layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class Stored:
 def read_headers(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a checkpoint by name. Only headers are read.
 
-    Raise ConfigError for a file that is broken.
+    Raise ConfigError for a file that is broken, and for a LoRA adapter.
     """
     index = folder / WEIGHT_INDEX
     if index.is_file() and (stored := read_index(index)):
@@ -40,7 +44,20 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     for file in sorted(folder.glob("*.safetensors")):
         if file.is_file():
             stored |= read_header(file)
+    check_whole_model(str(folder), stored)
     return stored
+
+
+def check_whole_model(source: str, names: Collection[str]) -> None:
+    """Raise ConfigError if the tensors of all layers are a LoRA adapter's, as a folder with adapter_config.json has
+    them.
+    """
+    of_layers = [name for name in names if LAYER.search(name)]
+    if of_layers and all(".lora_" in name for name in of_layers):
+        raise ConfigError(
+            f"{source} has a LoRA adapter and not a model's weights: {len(of_layers)} tensors such as {of_layers[0]}. Merge"
+            " it into its base model (merge_and_unload of peft), and give what that saves."
+        )
 
 
 def read_index(index: Path) -> dict[str, Stored]:

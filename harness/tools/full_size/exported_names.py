@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.layers import ConfigError
 from harness.tools.user_sender import FUNCTION, words_of, yielded_by
-from harness.weights.checkpoint_headers import Stored, read_header, read_headers, read_index, read_json
+from harness.weights.checkpoint_headers import (
+    Stored,
+    check_whole_model,
+    read_header,
+    read_headers,
+    read_index,
+    read_json,
+)
 
 if TYPE_CHECKING:
     from harness.weights.tensor_view import TensorView
@@ -32,6 +39,10 @@ class Export:
     source: str
     """FILE, as it was given."""
     tensors: tuple[tuple[str, Stored], ...]
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if they are a LoRA adapter's."""
+        check_whole_model(f"--names {self.source}", dict(self.tensors))
 
     @property
     def without_shape(self) -> frozenset[str]:

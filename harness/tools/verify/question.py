@@ -72,6 +72,8 @@ def check_folder(option: str, folder: Path, config: bool) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"{option} {folder} is no folder; give one with config.json and safetensors files.")
+    if (folder / "adapter_config.json").is_file():
+        read_headers(folder)  # raises the sentence about an adapter, if it has nothing else
     if config and not (folder / "config.json").is_file():
         raise ConfigError(
             f"{option} {folder} has no config.json; copy the model's there, or name its folder by --model."
