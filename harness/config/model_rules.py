@@ -109,7 +109,7 @@ def _kind(config: Config, facts: Facts, device: Device | None) -> Iterator[Wrong
         hint = nearest(str(kind), facts.model_types, "give a model that it has, or install a newer transformers")
         what = f'model_type = "{kind}"' if kind else "no model_type"
         code = ", and the trainer runs no code of a model (auto_map)" if "auto_map" in fields else ""
-        why = f"its config.json has {what}, which the installed transformers does not know{code}"
+        why = f"its config.json has {what}, for which the installed transformers has no causal language model{code}"
         yield Wrong("model.name", f"{why}; {hint}")
     if device == "cpu" and kind in CPU_MODELS:
         why = f"SGLang's CPU mode cannot serve a {kind} model: {CPU_MODELS[kind]}; use a GPU, or another model"

@@ -72,7 +72,7 @@ MISTAKES = {
     "--model.name {dir}/no_header": "model.safetensors has no valid safetensors header (3 bytes)",
     "--model.name {dir}/part": "lacks 1 of the 2 files of weights that model.safetensors.index.json names, 2.safetensors first",
     "--model.name {dir}/bad_index": "model.safetensors.index.json is no index of safetensors files",
-    "--model.name {dir}/unknown": 'model_type = "qwen22", which the installed transformers does not know; the nearest is qwen2',
+    "--model.name {dir}/unknown": 'model_type = "qwen22", for which the installed transformers has no causal language model; the nearest is qwen2',
     "--model.name {dir}/gpt --parallel.pp 4": "the model has only 3 layers",
     "--task.source {dir}/nothing": 'OWNER/NAME, got "{dir}/nothing"',
     "--task.source {dir}/empty": "has no .jsonl or .parquet file",

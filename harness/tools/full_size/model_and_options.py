@@ -14,7 +14,7 @@ from harness.cluster.mesh import ParallelDims
 from harness.config.draft_rules import sends_mtp_layer
 from harness.config.engine_rules import argument_problem
 from harness.config.facts import Device, Facts
-from harness.config.layers import ConfigError, Layer, shown
+from harness.config.layers import ConfigError, Layer, nearest, shown
 from harness.config.model_rules import COUNTS, CPU_PADS, model_rules
 from harness.config.precision import Dtype, RolloutPrecision
 from harness.config.resolve import resolve, sentence
@@ -335,8 +335,9 @@ def model_folder(name: str) -> Path:
     if not (folder / "config.json").is_file() and os.sep not in name:
         folder = SHIPPED / name
     if not (folder / "config.json").is_file():
-        shipped = ", ".join(sorted(each.parent.name for each in SHIPPED.glob("*/config.json")))
-        raise ConfigError(f"MODEL must be a folder with a config.json, or one of {shipped}; got {name}.")
+        shipped = sorted(each.parent.name for each in SHIPPED.glob("*/config.json"))
+        hint = nearest(Path(name).name.lower(), shipped, f"those are {', '.join(shipped)}")
+        raise ConfigError(f"MODEL must be a folder with a config.json, or one of configs/models; got {name}; {hint}.")
     read_fields(folder)
     return folder.resolve()
 

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.engine_rules import choose_transport
+from harness.config.layers import ConfigError
 from harness.config.schema import Config, TransportName
 from harness.rollout.sglang_api.meta_kv_cache import KvCache
 from harness.runtime.errors import UnsupportedEnvironment
@@ -160,8 +163,17 @@ class WholeRun:
 
 
 def measure_trainer(folder: Path, config: Config, processes: int) -> dict[Role, TrainerPeaks]:
-    """Execute a step of each of the trainer's models, each in a forked process of its own."""
-    _, model_config = trainer_class(folder)
+    """Execute a step of each of the trainer's models, each in a forked process of its own.
+
+    Raise ConfigError for a model that no run can train, UnsupportedEnvironment for one that cannot be measured here.
+    """
+    model_class, model_config = trainer_class(folder)
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"a run trains a causal language model, and transformers {transformers.__version__} has none for"
+            f" {model_class.__name__} (model_type {model_config.model_type}), which reads more than text; leave out --nnodes"
+            " to ask about the engine alone, or give the config.json of a language model."
+        )
     if getattr(model_config, "quantization_config", None) is not None:
         del model_config.quantization_config  # a trainer computes in config.model.dtype
     roles: list[Role] = ["actor"]
