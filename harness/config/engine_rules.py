@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.config.facts import Device, EngineArgument, Facts, SGLangFacts
 from harness.config.rules import Wrong
-from harness.config.schema import Config, TransportName
+from harness.config.schema import TINY_MODELS, Config, TransportName
 
 KINDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "None": ""}
 """The types that are checked; arguments of other types are left to SGLang."""
@@ -23,6 +23,8 @@ CPU_ARGUMENTS = {
     ),
 }
 """Engine argument -> the beginning of values that CPU mode cannot serve, and why."""
+OTHER_NORMS = frozenset(("enable_deterministic_inference", "rl_on_policy_target"))
+"""Engine arguments with which SGLang computes RMSNorm by other kernels than its own; none was run in float32."""
 OF_MANY_RANKS = frozenset(
     (
         *("enable_dp_attention", "dp_size", "attn_dp_size", "enable_dp_lm_head", "attn_cp_size"),
@@ -46,6 +48,19 @@ def engine_rules(config: Config, facts: Facts, device: Device | None) -> Iterato
         yield from _on_cuda(config, expandable_segments(facts.environment or {}))
     if config.engine.device == "cuda" and facts.why_no_gpu:
         yield Wrong("engine.device", f'{facts.why_no_gpu}; use "cpu"')
+
+
+def generation_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[Wrong]:
+    """Refuse float32 for an engine that generates on a GPU, where SGLang's kernel for RMSNorm takes 16 bits alone.
+
+    Not judged: an engine that uses another norm, as its batch-invariant ones do, and a plan that only assumes a GPU.
+    """
+    is_there = config.engine.device == "cuda" or facts.environment is not None
+    has_norm = facts.model and (config.model.name in TINY_MODELS or "rms_norm_eps" in facts.model)
+    is_other = config.rollout.load or OTHER_NORMS & config.engine.args.keys()
+    if device == "cuda" and is_there and has_norm and not is_other and config.model.dtype == "float32":
+        why = "SGLang's kernels on a GPU do not take it (rmsnorm failed to dispatch data type Float)"
+        yield Wrong("model.dtype", f"{why}; use --model.dtype bfloat16, or --engine.device cpu")
 
 
 def code_rules(config: Config, facts: Facts) -> Iterator[Wrong]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 from harness.config.draft_rules import draft_rules
-from harness.config.engine_rules import choose_transport, code_rules, engine_rules
+from harness.config.engine_rules import choose_transport, code_rules, engine_rules, generation_rules
 from harness.config.facts import Device, Facts
 from harness.config.fp8_rules import fp8_rules
 from harness.config.layers import shown
@@ -89,6 +89,7 @@ def mistakes(config: Config, facts: Facts, sections: Collection[str] = SECTIONS)
         fp8_rules(judged, device),
         draft_rules(judged, facts, device),
         engine_rules(judged, facts, device),
+        generation_rules(judged, facts, device) if "rollout" in sections else (),
         model_rules(judged, facts, device),
         _prompt_rules(judged, facts),
     ):

@@ -75,6 +75,7 @@ def check_plan(
     whole: bool = True,
     ranks: Sequence[int] = (0,),
     reading: Reading = NOTHING_READ,
+    environment: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Resolve the config for a machine that may not be this one.
 
@@ -82,10 +83,11 @@ def check_plan(
 
     device: what engine.device = "auto" means; CUDA has more rules. A hub's model is looked up in the local cache only.
     whole: False for a plan alone, for which config.json is enough of a model, and nothing is written. ranks: those of
-    the first host. reading: who set which key, and what is wrong with the command line.
+    the first host. reading: who set which key, and what is wrong with the command line. environment: of the ranks, if
+    they will run on this machine.
     """
     search = Search(config, reading=reading, ranks=ranks, writes=whole, whole_model=whole)
-    return search.resolve(device)
+    return search.resolve(device, environment=environment)
 
 
 def go_on_in_environment() -> None:

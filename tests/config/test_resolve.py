@@ -9,12 +9,14 @@ import pytest
 from harness.config.facts import EngineArgument, Facts, SGLangFacts
 from harness.config.layers import ConfigError
 from harness.config.model_rules import CPU_MODELS
-from harness.config.resolve import SYNC_SECTIONS, resolve
+from harness.config.resolve import SECTIONS, SYNC_SECTIONS, resolve
 from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.command_line import parse
 
 CPU, CUDA = Facts(device="cpu"), Facts(device="cuda")
+WITH_RMS_NORM = {"model_type": "qwen2", "rms_norm_eps": 1e-6}
+GPU_HERE = Facts(device="cuda", environment={}, model={"model_type": "qwen2"})
 LOSS = "--algorithm.kl_placement loss"
 NARROW = "--model.dtype bfloat16 --model.master_dtype bfloat16"
 SGLANG = SGLangFacts(
@@ -88,6 +90,8 @@ def test_with_all_facts_nothing_is_left_unchecked() -> None:
         ("--weights.transport distributed", CUDA, ["two ranks on one GPU", "use parallel.colocate = false"]),
         ("--weights.transport bucket --parallel.colocate false", CUDA, ['use "distributed" or "disk"']),
         ("--parallel.colocate false", CPU, ["parallel.colocate = false cannot work", "use true"]),
+        ("", GPU_HERE, ['model.dtype = "float32" cannot work', "--model.dtype bfloat16", "--engine.device cpu"]),
+        ("--model.name a/b --engine.device cuda", Facts(model=WITH_RMS_NORM), ["rmsnorm failed to dispatch"]),
         ("--engine.device cuda", Facts(why_no_gpu="this host has no GPU"), ["this host has no GPU", 'use "cpu"']),
         (
             "--engine.args.mem_fraction_statik 1",
@@ -115,6 +119,24 @@ def test_what_cannot_work_is_one_sentence(words: str, facts: Facts, parts: list[
     said = str(caught.value)
     assert [part for part in parts if part not in said] == [], said
     assert said.endswith(".") and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "sections"),
+    [
+        ("--model.dtype bfloat16", GPU_HERE, SECTIONS),
+        ("--engine.device cpu", GPU_HERE, SECTIONS),
+        ("--rollout.load saved", GPU_HERE, SECTIONS),
+        ("--engine.args.enable_deterministic_inference true", GPU_HERE, SECTIONS),
+        ("--model.name a/b", dataclasses.replace(GPU_HERE, model={"model_type": "phi"}), SECTIONS),
+        ("", GPU_HERE, SYNC_SECTIONS),
+        ("", dataclasses.replace(GPU_HERE, environment=None), SECTIONS),
+    ],
+)
+def test_float32_on_a_gpu_is_refused_only_where_sglang_would_compute_a_norm_in_it(
+    words: str, facts: Facts, sections: tuple[str, ...]
+) -> None:
+    assert resolve(config_of(words), facts, sections).config.model.dtype
 
 
 @pytest.mark.parametrize(
