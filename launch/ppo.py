@@ -18,14 +18,10 @@ import _checkout
 
 _checkout.use()  # this checkout's harness, and the environment that it made, whatever Python started this
 
-from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
 from harness.tools import preflight
-from harness.tools.command_line import Command, exit_with, print_help, read_command
+from harness.tools.command_line import Command, exit_with, print_help, read_command, refuse_numbers_of_ranks
 from harness.tools.start_job import start_job
-
-PLAN_OPTIONS = ("--nnodes", "--nproc-per-node")
-"""torchrun has them too."""
 
 
 def plan(command: Command) -> int:
@@ -39,7 +35,7 @@ def plan(command: Command) -> int:
         return 0
     preflight.go_on_in_environment()
     device = preflight.device_of(command.config)
-    resolved = preflight.check_plan(command.config, device=device, ranks=ranks, reading=reading)
+    resolved = preflight.check_plan(command.config, device=device, ranks=ranks, reading=reading, environment=os.environ)
     return dry_run.show_check(command, resolved)
 
 
@@ -54,8 +50,7 @@ def main(arguments: list[str]) -> int:
         command = read_command(arguments)
         if command.options.dry_run or command.options.check:
             return plan(command)
-        if of_plan := [each for each in PLAN_OPTIONS if any(word.split("=")[0] == each for word in arguments)]:
-            raise ConfigError(f"{of_plan[0]} is for --dry-run and --check; add one of these, or give it to torchrun.")
+        refuse_numbers_of_ranks(arguments, "add one of these, or give it to torchrun")
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank)
     return start_job(command, "launch/ppo.py", arguments, "harness.train:train")

@@ -3,9 +3,9 @@
     python3 launch/quickstart.py [--section.key VALUE ...]
 
 Checks the overrides, makes the environment if there is none (harness/tools/environments.py), and becomes
-`launch/torchrun.py --nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`. If the
-overrides ask for another mesh, torchrun starts as many ranks as that mesh has. Exit codes: those of
-launch/torchrun.py; 2 an override is wrong; 125 the environment cannot be made here.
+`launch/torchrun.py --nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`, or with GPUs
+configs/gpu/tiny.toml, the same task in bfloat16. If the overrides ask for another mesh, torchrun starts as many ranks as
+that mesh has. Exit codes: those of launch/torchrun.py; 2 an override is wrong; 125 the environment cannot be made here.
 """
 
 import os
@@ -22,11 +22,12 @@ from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.runtime.interrupts import become
 from harness.runtime.working import working
 from harness.tools import preflight
-from harness.tools.command_line import exit_with, read_command
+from harness.tools.command_line import exit_with, read_command, refuse_numbers_of_ranks
 from harness.tools.environments import Unusable, ensure, made
 
 TORCHRUN = "launch/torchrun.py"
-JOB = ("launch/ppo.py", "configs/cpu/quickstart.toml")
+SCRIPT = "launch/ppo.py"
+CONFIGS = {"cpu": "configs/cpu/quickstart.toml", "cuda": "configs/gpu/tiny.toml"}
 
 
 def main(overrides: list[str]) -> int:
@@ -34,19 +35,18 @@ def main(overrides: list[str]) -> int:
     if {"-h", "--help"} & set(overrides):
         print(__doc__)
         return 0
-    # Relative to the user's folder, in which overrides may name files, and as the README writes them.
-    script, config = (os.path.relpath(_checkout.CHECKOUT / name) for name in JOB)
-    arguments = [config, *overrides]
     try:
+        device = preflight.device_of(read_command(overrides).config)
+        # Relative to the user's folder, in which overrides may name files, and as the README writes them.
+        script, config = (os.path.relpath(_checkout.CHECKOUT / name) for name in (SCRIPT, CONFIGS[device]))
+        arguments = [config, *overrides]
         command = read_command(arguments)
-        on_gpu = preflight.device_of(command.config) == "cuda"
-        if on_gpu and "model.dtype" not in command.reading.given:  # SGLang's kernels for GPUs do not take float32
-            arguments += ["--model.dtype", "bfloat16"]
-            command = read_command(arguments)
         if command.options.check or command.options.dry_run:  # these need no ranks
             become([sys.executable, script, *arguments])
+        refuse_numbers_of_ranks(
+            overrides, "leave it out: as many start as the mesh has, such as 4 with --parallel.tp 4"
+        )
         if made() is None:  # what this Python can tell is told before anything is installed
-            device = preflight.device_of(command.config)
             preflight.check_plan(command.config, device=device, reading=command.reading)
         with working("making the environment"):
             python = str(ensure())

@@ -160,6 +160,14 @@ def refuse_plan_options(options: RunOptions) -> None:
         raise ConfigError("--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out.")
 
 
+def refuse_numbers_of_ranks(words: Sequence[str], remedy: str) -> None:
+    """Raise ConfigError for options of a plan that torchrun has too, in the command line of a run that is no plan."""
+    if given := [
+        each for each in ("--nnodes", "--nproc-per-node") if any(word.split("=")[0] == each for word in words)
+    ]:
+        raise ConfigError(f"{given[0]} is for --dry-run and --check; {remedy}.")
+
+
 def read_options(kind: type[T], prog: str, description: str, words: Sequence[str]) -> T:
     """Return the options that a command line gives; the others have their defaults. --help prints them and exits.
 

@@ -5,6 +5,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,11 +79,32 @@ def test_a_shell_that_hides_its_gpus_says_so() -> None:
     assert "CUDA_VISIBLE_DEVICES hides every GPU from this shell" in text
 
 
-def test_options_of_a_plan_do_not_start_a_run() -> None:
-    command = [sys.executable, "launch/ppo.py", "configs/cpu/quickstart.toml", "--nnodes", "2"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["launch/ppo.py", "configs/cpu/quickstart.toml", "--nnodes", "2"], "or give it to torchrun."),
+        (["launch/quickstart.py", "--nproc-per-node", "4"], "such as 4 with --parallel.tp 4."),
+        (["launch/quickstart.py", "--nnodes=2"], "leave it out"),
+    ],
+)
+def test_options_of_a_plan_do_not_start_a_run(words: list[str], remedy: str) -> None:
+    done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--nnodes is for --dry-run and --check" in done.stderr
+    option = words[-1].split("=")[0] if "=" in words[-1] else words[-2]
+    assert done.stderr.startswith(f"error: {option} is for --dry-run and --check; ") and remedy in done.stderr
+
+
+def test_the_quickstart_takes_the_config_of_its_device() -> None:
+    """Both have the same task: the one for GPUs differs in the dtype, and in a learning rate for its wider model."""
+    on_cpu, on_gpu = (parse([f"configs/{name}.toml"]).config for name in ("cpu/quickstart", "gpu/tiny"))
+    actor = replace(on_cpu.actor, learning_rate=on_gpu.actor.learning_rate)
+    assert replace(on_cpu, model=on_gpu.model, engine=on_gpu.engine, actor=actor) == on_gpu
+    for device, config in (("cuda", "configs/gpu/tiny.toml"), ("auto", "configs/cpu/quickstart.toml")):
+        words = [sys.executable, "launch/quickstart.py", "--engine.device", device, "--dry-run"]
+        done = subprocess.run(
+            words, cwd=REPOSITORY, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        )
+        assert f"python3 launch/full_size.py {config} " in done.stdout, done.stderr
 
 
 def test_the_gpus_of_this_shell_are_planned_with() -> None:

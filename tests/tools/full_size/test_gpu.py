@@ -40,7 +40,7 @@ STAGE_OF = {
 LEAN = ["--algorithm.advantage", "grpo", "--algorithm.kl_placement", "none"]
 RUN = [
     "--run.steps", "2", "--rollout.ignore_eos", "true", "--rollout.max_response_tokens", "960",
-    "--task.max_prompt_tokens", "64", "--rollout.prompts_per_step", "2", "--actor.minibatch_size", "4",
+    "--task.max_prompt_tokens", "64", "--rollout.prompts_per_step", "2", "--rollout.responses_per_prompt", "2", "--actor.minibatch_size", "4",
     "--actor.microbatch_size", "2",
     "--model.weights", "random", "--weights.transport", "pull", "--engine.args.mem_fraction_static", "0.2",
 ]  # fmt: skip
