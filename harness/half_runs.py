@@ -8,7 +8,7 @@ from harness.config.schema import Config
 from harness.learning import Learning
 from harness.metrics import Metrics, response_metrics
 from harness.rollout.memory_stages import MemoryStages, trim_heap
-from harness.rollouts import Rollouts, show_sample
+from harness.rollouts import Rollouts, keep_sample
 from harness.runtime.events import EventLog
 from harness.trainer.saved_rollouts import SavedRollouts
 
@@ -31,7 +31,7 @@ class EngineAlone:
             self.rollouts.validate(index)
             if self.saved:
                 self.saved.save(index, batch)
-            show_sample(self.events, self.rollouts.tokenizer, batch)
+            keep_sample(self.events, self.rollouts.tokenizer, batch)
             with self.events.phase("free_caches", "all ranks to give back memory that they do not use"):
                 self.memory.free_trainer_cache()
         return response_metrics(batch) | {"step": index}
@@ -66,7 +66,7 @@ class TrainerAlone:
         learning = self.learning
         with self.events.in_step(index):
             batch = self.saved.load(index)
-            show_sample(self.events, self.tokenizer, batch)
+            keep_sample(self.events, self.tokenizer, batch)
             with learning.actor.on_device():
                 with self.events.phase("old_log_probs", "the actor's log-probs of the responses"):
                     old = learning.old_log_probs(batch)

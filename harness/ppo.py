@@ -15,7 +15,7 @@ from harness.config.schema import Config
 from harness.learning import Learning, OldLogProbs
 from harness.metrics import Metrics
 from harness.rollout.memory_stages import MemoryStages
-from harness.rollouts import Rollouts, show_sample
+from harness.rollouts import Rollouts, keep_sample
 from harness.runtime.events import EventLog
 from harness.trainer.batch import Batch
 from harness.trainer.over_ranks import all_sum
@@ -39,6 +39,8 @@ class Ppo:
     verification: Verification
     saved: SavedRollouts | None
     """Where rollout.save writes."""
+    sample: str = ""
+    """One prompt of the last rollout and its response, as a line for the console."""
 
     def step(self, index: int) -> Metrics:
         """Run one PPO step; return its metrics. Raise WeightsDidNotArrive if the weights did not reach the engine."""
@@ -59,7 +61,7 @@ class Ppo:
             self.memory.release_all()
         if self.saved:
             self.saved.save(index, batch)
-        show_sample(self.events, self.rollouts.tokenizer, batch)
+        self.sample = keep_sample(self.events, self.rollouts.tokenizer, batch)
         return self.old_log_probs(batch)
 
     def sync_weights(self, index: int) -> None:

@@ -16,7 +16,7 @@ from harness.metrics import Metrics, validation_metrics
 from harness.rollout.engine import RolloutEngine
 from harness.rollout.responses import Response, check_weight_version, read_responses
 from harness.runtime import clock
-from harness.runtime.events import EventLog
+from harness.runtime.events import EventLog, quoted
 from harness.seeds import seed_of
 from harness.task.data import Prompt, PromptSampler
 from harness.task.rewards import Reward
@@ -137,10 +137,11 @@ class Rollouts:
         self.events.say(f"validation after {updates} updates, {found['rows']} rows: {shown}")
 
 
-def show_sample(events: EventLog, tokenizer: Any, batch: Batch) -> None:
-    """Write this rank's first prompt and response of a step to its events."""
+def keep_sample(events: EventLog, tokenizer: Any, batch: Batch) -> str:
+    """Write this rank's first prompt and response of a step to its events; return them as a line for the console."""
     ids, is_response = batch.input_ids[0], batch.response_mask[0].bool()
     prompt = ids[batch.attention_mask[0].bool() & ~is_response]
     text, response = tokenizer.batch_decode([prompt, ids[is_response]], skip_special_tokens=True)
     reward = float(batch.require("scores")[0])
     events.fact("sample", step=events.step, prompt=text, response=response, reward=reward)
+    return f"a response: {quoted(text, 40)} -> {quoted(response, 80)}  reward {reward:.3f}"

@@ -61,6 +61,7 @@ def train(run: RunContext) -> str:
     final = ppo.final_check(steps)
     record_validation(run, ppo.rollouts, record, steps)
     run.observer.measured(record.finish({"step": steps} | final, gather_phases(run.events, steps)))
+    run.events.say(ppo.sample)
     # Not in a `finally`: it is a collective call, and a rank that failed alone would wait in it for the others.
     ppo.shut_down()
     if lock is not None:

@@ -27,6 +27,7 @@ from harness.tools.hosts.host_plan import HostsOptions, make_plan, visible_gpus
 
 def main(arguments: list[str]) -> int:
     """Return the exit code; what is wrong with the command line is known before anything starts."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # a model's words may be in what ranks print
     split = arguments.index("--") if "--" in arguments else len(arguments)
     try:
         if script := next((word for word in arguments[:split] if word.endswith(".py")), None):

@@ -18,6 +18,11 @@ from harness.runtime.phases import RUN
 from harness.runtime.working import working
 
 
+def quoted(text: str, most: int) -> str:
+    """Return a model's words as they may be printed: quoted, in one line, without control characters, cut."""
+    return repr(text[:most]) + "..." * (len(text) > most)
+
+
 class ConsoleGone(OSError):
     """Standard output is a closed pipe.
 

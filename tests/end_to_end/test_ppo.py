@@ -103,6 +103,14 @@ def test_the_console_says_where_the_start_went(quickstart: Job) -> None:
     assert "first token" in quickstart.output()
 
 
+def test_a_response_is_shown_on_the_console_and_in_the_report(quickstart: Job) -> None:
+    [last] = [each for each in quickstart.events() if each["event"] == "sample" and each["step"] == 3]
+    [line] = [line for line in quickstart.output().splitlines() if "] a response: " in line]
+    assert repr(last["prompt"][:40]) in line and line.endswith(f"reward {last['reward']:.3f}")
+    report = (quickstart.folder / "report.md").read_text()
+    assert all(f"step {step}, reward " in report for step in range(4)) and repr(last["prompt"]) in report
+
+
 def test_only_rank_0_speaks(quickstart: Job) -> None:
     lines = [line for line in quickstart.output().splitlines() if line.startswith("[") and " s] " in line]
     assert len(lines) == len(set(lines))

@@ -50,6 +50,9 @@ _EVENTS = {
         "Baseline", [*_EVERY, ("log_prob_difference_mean", float), ("allowed", float)]
     ),
     "trainer_rounding": msgspec.defstruct("Rounding", [*_EVERY, ("allowed", float)]),
+    "sample": msgspec.defstruct(
+        "Sample", [*_EVERY, ("step", int), ("prompt", str), ("response", str), ("reward", float)]
+    ),
     "span": msgspec.defstruct("Span", [*_EVERY, ("part", str), ("began", float), ("ended", float)]),
 }
 _OTHER = msgspec.defstruct("OtherEvent", _EVERY)

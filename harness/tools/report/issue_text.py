@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.config.layers import to_toml
 from harness.config.schema import Config
+from harness.runtime.events import quoted
 from harness.runtime.installed import as_typed
 from harness.runtime.phases import phase_of_step
 from harness.tools.diagnose.diagnose import CatalogueMatch
@@ -49,6 +50,7 @@ def details(subject: Subject, metrics: Sequence[Metrics]) -> list[str]:
         *what_ran(subject),
         *steps(metrics),
         *validations(metrics),
+        *samples(subject.events),
         *section("Verification", facts.get("verification", {}).get("lines", ())),
         *start_up(metrics),
         *placed(facts.get("placement", {}).get("picture", ())),
@@ -159,6 +161,23 @@ def validations(metrics: Sequence[Metrics]) -> list[str]:
         "Validation",
         table(heading, [[f"{each['validation/step']}", *(number(each.get(key)) for key in keys)] for each in rows]),
     )
+
+
+def samples(events: Sequence[Event]) -> list[str]:
+    """Return a prompt, its response and its reward for each of the last steps: rank 0's first. A model may write
+    anything, and at any length: events/rank0.jsonl has all of it.
+    """
+    found = [each for each in events if each["event"] == "sample" and each["rank"] == 0][-MOST_ROWS // 5 :]
+    lines = [
+        line
+        for each in found
+        for line in (
+            f"step {each['step']}, reward {number(each['reward'])}",
+            f"  prompt   {quoted(each['prompt'], 400)}",
+            f"  response {quoted(each['response'], 400)}",
+        )
+    ]
+    return section("Samples", fenced(lines) if lines else [])
 
 
 def start_up(metrics: Sequence[Metrics]) -> list[str]:

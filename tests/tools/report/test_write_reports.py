@@ -15,7 +15,7 @@ import pytest
 from harness.config.layers import ConfigError
 from harness.tools.report.issue_text import MOST_ROWS
 from harness.tools.report.write_reports import to_html, write_reports
-from tests.tools.report.fake_run import fake_run
+from tests.tools.report.fake_run import STARTED, fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -282,3 +282,19 @@ def test_a_killed_rank_is_shown_where_it_stood_and_its_name_is_text(tmp_path: Pa
     assert "(was killed by &lt;SIGKILL&gt;): first failure</text>" in html
     assert "&lt;script&gt;x" in html and "<script" not in html and "<SIGKILL>" not in html
     assert 'class="open"' in html, "the phase that did not end"
+
+
+def test_a_sample_of_each_step_is_shown_as_text_and_cut(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 2, passed=True)
+    evil = "<script>x</script>\n```\n## not a heading\x1b[31m\u202e " + "long " * 200 + "the end"
+    for rank in (0, 1):
+        sample = {"time": STARTED, "rank": rank, "host": "h", "event": "sample", "step": 2, "prompt": f"of rank {rank}"}
+        with (folder / "events" / f"rank{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(sample | {"response": evil, "reward": 0.25}) + "\n")
+            file.write(json.dumps(sample | {"response": 7, "reward": "much"}) + "\n")
+    markdown, html = reports_of(folder)
+    [shown] = re.findall(r"## Samples\n\n`{4}\n(.*)\n`{4}\n", markdown, re.DOTALL)
+    assert shown.startswith("step 2, reward 0.25\n  prompt   'of rank 0'\n  response '<script>x</script>\\n```\\n## ")
+    assert len(shown.splitlines()) == 3 and r"\x1b[31m\u202e" in shown
+    assert shown.endswith("'...") and "the end" not in shown
+    assert "<script" not in html and "not a heading</h2>" not in html and "of rank 0" in html
