@@ -40,7 +40,7 @@ IMPORTS = {
 """Rooms of the reference -> what each may import besides itself. The tools are in none of them."""
 TOOLS = {
     "agreement": {"ranks"},
-    "bisection": {"command_line", "diagnose", "environments", "hosts"},
+    "bisection": {"command_line", "diagnose", "environments"},
     "command_line": {"environments", "fault_spec"},
     "commands": {"environments"},
     "diagnose": set(),
@@ -52,7 +52,7 @@ TOOLS = {
     "folded_torchrun": set(),
     "forked_ranks": {"command_line", "environments", "folded_torchrun", "preflight"},
     "full_size": {"bisection", "command_line", "environments", "page_template", "user_sender"},
-    "hosts": set(),
+    "hosts": {"fault_spec"},
     "inject": {"fault_spec"},
     "mismatch": {"export"},
     "observers": {

@@ -44,7 +44,13 @@ def parse_fault(text: str) -> Fault:
     match = _FAULT.fullmatch(text)
     if not match:
         raise ValueError("write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2")
-    kind, phase, step = match["kind"], match["phase"], match["step"]
+    kind, phase, step = match["kind"], match["phase"], None if match["step"] is None else int(match["step"])
+    check_place(kind, phase, step)
+    return Fault(kind=kind, phase=phase, rank=int(match["rank"] or 0), step=step)
+
+
+def check_place(kind: str, phase: str, step: int | None) -> None:
+    """Raise ValueError, as parse_fault does, unless faults of this kind can happen there."""
     for what, name, names in (("kind", kind, KINDS), ("phase", phase, PHASES)):
         if name not in names:
             hint = nearest(name, names, f"the {what}s are {', '.join(names)}")
@@ -52,10 +58,11 @@ def parse_fault(text: str) -> Fault:
     if phase not in AT.get(kind, PHASES):
         raise ValueError(f"{kind} cannot happen in {phase}, only in {' or '.join(AT[kind])}")
     if kind == "full-disk" and phase == MEET:
-        raise ValueError("the run directory does not exist before the ranks have met; use a later phase")
+        raise ValueError(
+            "before the ranks have met there is no run directory, and no host knows another; use a later phase"
+        )
     if step is not None and phase not in STEP_PHASES:
         raise ValueError(f"{phase} does not belong to a step; leave the step out")
-    return Fault(kind=kind, phase=phase, rank=int(match["rank"] or 0), step=None if step is None else int(step))
 
 
 def check_fault(text: str, config: Config) -> None:

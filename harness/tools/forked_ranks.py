@@ -34,6 +34,8 @@ NUMBERS = {
 """Options of torchrun, what they take, and the same in words."""
 JOBS = [REPOSITORY / "launch" / name for name in ("ppo.py", "mismatch.py")]
 """The scripts whose ranks need not wait for their command line to be read before they import anything."""
+WITHOUT_ENGINE = ("doctor.py", "repro.py")
+"""Scripts whose ranks import no SGLang on the way to their work."""
 LOOK_SECONDS = 0.05
 RANK_MODULES = ("harness.run", "harness.tools.observers", "harness.train")
 
@@ -125,7 +127,7 @@ def run_torchrun() -> int:
     torchrun's own output goes to a file in the run directory (see folded_torchrun).
     """
     with folded_torchrun.Launch.open("importing torch, transformers and SGLang") as launch:
-        servers = start_ranks_early(sys.argv[1:]) if not no_gpu() else [start_ranks_server()]
+        servers = start_ranks_early(sys.argv[1:]) if not no_gpu() else start_ranks_server(sys.argv[1:])
         with launch.imports():
             from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
             from torch.distributed.run import main as torchrun
@@ -159,16 +161,18 @@ def run_torchrun() -> int:
             return launch.run(torchrun, sys.argv[1:])
 
 
-def start_ranks_server() -> ForkServer:
+def start_ranks_server(words: Sequence[str]) -> list[ForkServer]:
     """Start the process from which all ranks of a host without a GPU are forked, with all that they and their engines
-    need.
+    need; none for a script that has no engine. words: torchrun's arguments.
     """
+    if Path(next(iter(ranks_and_script(words)[1]), "")).name in WITHOUT_ENGINE:
+        return []
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     os.environ.update({name: value for name, value in CPU_MODE.items() if name != "OMP_NUM_THREADS"})
     os.environ.update(kernel_caches.variables(os.environ))
     activate()
     print("importing torch, transformers and SGLang, once for all ranks of this host", flush=True)
-    return ForkServer.start([*RANK_MODULES, *CPU_MODULES], os.environ)
+    return [ForkServer.start([*RANK_MODULES, *CPU_MODULES], os.environ)]
 
 
 def start_ranks_early(words: Sequence[str]) -> list[ForkServer]:

@@ -39,7 +39,10 @@ def test_each_kind_has_phases() -> None:
         ("kill@sync:x", "write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2"),
         ("kill@sync:1:-2", "write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2"),
         ("nan-gradient@sync", "nan-gradient cannot happen in sync, only in update_actor or update_critic"),
-        ("full-disk@meet", "the run directory does not exist before the ranks have met; use a later phase"),
+        (
+            "full-disk@meet",
+            "before the ranks have met there is no run directory, and no host knows another; use a later phase",
+        ),
         ("kill@shutdown:0:1", "shutdown does not belong to a step; leave the step out"),
         ("kill@sync:2", "the mesh has the ranks 0 to 1"),
         ("kill@sync:1:9", "the steps are 0 to 2, and 3 is the final check"),

@@ -21,8 +21,8 @@ from harness.tools.bisection.search import Verdict
 from harness.tools.bisection.state import FOLDER_MODE, Attempt
 from harness.tools.diagnose.entries import catalogue
 from harness.tools.diagnose.log_lines import lines_of
-from harness.tools.hosts.host_output import RootCause
 
+_EXIT_CODE = re.compile(r"\s*exitcode\s*:\s*(-?\d+)\b")
 FIRST_STOPPING_CODE = 128
 LOG = "log.txt"
 _LACKS_A_GPU = re.compile(
@@ -120,7 +120,7 @@ def run_once(run: Run) -> Attempt:
         return made
     made.timed_out, made.seconds = ended.timed_out, ended.seconds
     reports = ended.code == 1 and is_torchrun(question)  # any other command's own exit code is its answer
-    made.code = (reports and _first_code(log)) or ended.code
+    made.code = (reports and first_code(log)) or ended.code
     if made.code >= FIRST_STOPPING_CODE and not made.timed_out:
         raise Pause(f"the script asked to stop, with exit code {made.code}; its output is in {log}.")
     if made.code and not made.timed_out:
@@ -167,14 +167,17 @@ def imported_by(run: Run) -> str:
     return " and ".join(found.stdout.split("\n")[:-1]) or f"{package} is not known"
 
 
-def _first_code(log: Path) -> int:
+def first_code(log: Path) -> int:
     """Return the exit code of the rank that failed first, by torchrun's report; torchrun itself exits with 1 for
-    any.
+    any. 0 if a signal ended that rank, or there is no report.
     """
-    cause = RootCause()
+    code, follows = 0, False
     for line in lines_of(str(log)):
-        cause.read(line.whole)
-    return max(cause.code or 0, 0)
+        if "Root Cause (first observed failure)" in line.whole:
+            follows = True
+        elif follows and (match := _EXIT_CODE.match(line.whole)):
+            code, follows = int(match[1]), False
+    return max(code, 0)
 
 
 def _classify(run: Run, made: Attempt) -> tuple[Verdict, str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import selectors
 import shutil
 import signal
@@ -20,10 +19,10 @@ from pathlib import Path
 import msgspec
 
 from harness.runtime.errors import MISTAKE
+from harness.runtime.interrupts import say_interrupted
 from harness.runtime.processes import adopt_orphans, kill_descendants
 from harness.tools.hosts import kernel
-from harness.tools.hosts.host import APART, END, GO, KILL, MESSAGE_BYTES, UP, WIRED, HostSpec, exit_code
-from harness.tools.hosts.host_output import RootCause
+from harness.tools.hosts.host import APART, GO, KILL, MESSAGE_BYTES, UP, WIRED, HostSpec, exit_code
 from harness.tools.hosts.host_plan import (
     MASTER_PORT,
     EmulationPlan,
@@ -38,7 +37,7 @@ from harness.tools.hosts.phase_gate import PhaseServer
 REPOSITORY = Path(__file__).resolve().parents[3]
 POLL_SECONDS = 0.2
 END_SECONDS = 20.0
-"""From SIGTERM to torchrun until what is left of a host is killed."""
+"""From a signal to torchrun until what is left of a host is killed."""
 PRINT_SECONDS = 5.0
 """How long the last lines of a host may take to print."""
 
@@ -54,7 +53,6 @@ class RunningHost:
     plan: HostPlan
     process: subprocess.Popen[bytes]
     control: socket.socket
-    cause: RootCause = field(default_factory=RootCause)
     printer: threading.Thread = field(default_factory=threading.Thread)
     code: int | None = None
     """torchrun's exit code, or 128 + N if signal N ended it."""
@@ -135,13 +133,16 @@ class Emulation:
         folder = self._folder / plan.name
         (folder / "tmp").mkdir(parents=True)
         (folder / "hosts").write_text(hosts_file(self.plan, plan), encoding="ascii")
+        for fault in self.plan.faults:
+            if fault.host == plan.name and fault.phase:
+                (folder / str(fault)).touch()
         (folder / "boot_id").write_text(f"{uuid.uuid4()}\n", encoding="ascii")
         spec = HostSpec(
             plan=plan,
             namespaces=self.plan.namespaces,
             folder=str(folder),
             command=self.command(self.plan, plan, port),
-            environment=environment(self.plan, plan, folder, os.environ),
+            environment=environment(self.plan, plan, folder),
             working_folder=str(Path.cwd()),
         )
         host = self.hosts[plan.name] = RunningHost(plan, *_start_process(spec))
@@ -178,21 +179,17 @@ class Emulation:
         for host in self.hosts.values():
             if host.code is None and host.process.poll() is not None:
                 self._host_ended(host, host.process.returncode)
-        if self.signals:
-            self._end_all(signal.Signals(self.signals[0]).name)
+        if self.signals and self._end_at > now:
+            self._say(f"{signal.Signals(self.signals[0]).name}; ending all hosts")
+            self._end_at = 0.0
         if self._end_at <= now and self._kill_at == math.inf:
             self._kill_at = now + END_SECONDS
             for host in self._running():
                 host.end = "was ended"
-                host.tell(END)
+                host.tell(b"%d" % (signal.SIGINT if signal.SIGINT in self.signals else signal.SIGTERM))
         if now >= self._kill_at or len(self.signals) > 1:
             for host in self._running():
                 host.power_off()
-
-    def _end_all(self, why: str) -> None:
-        if self._end_at > time.monotonic():
-            self._say(f"{why}; ending all hosts")
-            self._end_at = 0.0
 
     def _running(self) -> list[RunningHost]:
         return [host for host in self.hosts.values() if host.code is None and host.process.poll() is None]
@@ -207,7 +204,6 @@ class Emulation:
         name = host.plan.name.ljust(len(self.plan.hosts[-1].name))
         for line in host.process.stdout:
             text = line.rstrip(b"\r\n").decode(errors="replace")
-            host.cause.read(text)
             try:
                 print(f"{name} | {text}\n", end="", flush=True)  # one write: every host has a thread that prints
             except BrokenPipeError:  # as in `... | head`
@@ -248,9 +244,10 @@ class Emulation:
     def _exit_code(self) -> int:
         """Return 128 + N after signal N, the exit code of the rank that failed first (1 if unknown), 2 or 0."""
         if self.signals:
+            say_interrupted("launch/hosts.py", self.signals[0], "")
             return 128 + self.signals[0]
         if any(host.code for host in self.ended):
-            return next((host.cause.code for host in self.ended if (host.cause.code or 0) > 1), None) or 1
+            return next((host.code for host in self.ended if host.code and host.code > 1 and not host.end), 1)
         for fault in self.waiting:
             self._say(f"{fault.kind} {fault.host} {fault.when} never happened")
         return MISTAKE if self.waiting else 0

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from harness.runtime.files import is_own_folder
 from harness.runtime.processes import adopt_orphans, descendants, die_with_parent, kill_descendants, name_and_pid, reap
 from harness.tools.hosts import kernel
 from harness.tools.hosts.host_plan import HostPlan
@@ -27,8 +28,9 @@ LINGER_SECONDS = 2.0
 """How long what torchrun started may outlive it before it counts as left behind."""
 MESSAGE_BYTES = 1 << 20
 LAUNCHER_GONE = 1
-APART, WIRED, UP, GO, END, KILL = b"apart", b"wired", b"up", b"go", b"end", b"kill"
-"""Messages. The host says that it is in its namespaces (APART) and ready (UP); the launcher says the others."""
+APART, WIRED, UP, GO, KILL = b"apart", b"wired", b"up", b"go", b"kill"
+"""Messages. The host says that it is in its namespaces (APART) and ready (UP); the launcher says the others, or the
+number of a signal by which torchrun is to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class HostSpec:
 
 def main(control: socket.socket) -> int:
     """Run as the host until its command exits; return the command's exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda number, frame: None)  # a handler, unlike SIG_IGN, is not inherited
     message = control.recv(MESSAGE_BYTES)
     if not message:
         return LAUNCHER_GONE
@@ -111,31 +113,42 @@ def _furnish(spec: HostSpec) -> None:
 
 
 def _supervise(spec: HostSpec, control: socket.socket) -> int:
-    """Run the command on GO, end it on END; name and end what outlived it, and return its exit code."""
+    """Run the command on GO, end it by a signal when told to; name and end what outlived it, and return its exit code."""
     if control.recv(MESSAGE_BYTES) != GO:
         return LAUNCHER_GONE
-    # A scheduler of SGLang that fails sends SIGQUIT to its parent, and the parent of an orphan is this process. A
-    # handler, unlike SIG_IGN, is not inherited.
+    # A scheduler of SGLang that fails sends SIGQUIT to its parent, and the parent of an orphan is this process.
     signal.signal(signal.SIGQUIT, lambda number, frame: None)
     command = subprocess.Popen(
         spec.command, cwd=spec.working_folder, env=os.environ | spec.environment, stdin=subprocess.DEVNULL
     )
     code = None
-    while code is None:
-        if select.select([control], [], [], POLL_SECONDS)[0]:
-            if control.recv(MESSAGE_BYTES) != END:  # KILL, or the launcher is gone
-                kill_descendants()
-                return exit_code(-signal.SIGKILL)
-            os.kill(command.pid, signal.SIGTERM)
-        code = reap(command.pid)
-    deadline = time.monotonic() + LINGER_SECONDS
-    while (left := descendants()) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS / 2)
-        reap()
-    if left:
-        print(f"ended what outlived torchrun: {', '.join(map(name_and_pid, left.values()))}", flush=True)
-    kill_descendants()
-    return exit_code(code)
+    try:
+        while code is None:
+            if select.select([control], [], [], POLL_SECONDS)[0]:
+                message = control.recv(MESSAGE_BYTES)
+                if message in (KILL, b""):  # empty: the launcher is gone
+                    return exit_code(-signal.SIGKILL)
+                os.kill(command.pid, int(message))
+            code = reap(command.pid)
+        deadline = time.monotonic() + LINGER_SECONDS
+        while (left := descendants()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 2)
+            reap()
+        if left:
+            print(f"ended what outlived torchrun: {', '.join(map(name_and_pid, left.values()))}", flush=True)
+        return exit_code(code)
+    finally:
+        kill_descendants()
+        _remove_run_folders(command.pid)
+
+
+def _remove_run_folders(torchrun: int) -> None:
+    """Remove the temporary folders of this host's ranks that are in /tmp itself, since the path of the host's own is too
+    long for their sockets. Ranks and a watchdog that are killed remove nothing.
+    """
+    name = f"harness-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-{torchrun}-"  # see watchdog/client.py
+    for folder in filter(is_own_folder, Path("/tmp").glob(f"{name}*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def exit_code(code: int) -> int:

@@ -5,15 +5,17 @@ faults.
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.fault_spec import check_place
 from harness.tools.hosts.phase_gate import PHASE_SOCKET
 
 MASTER_PORT = 29500
+TORCHRUN = Path(__file__).resolve().parents[3] / "launch" / "torchrun.py"
 RANGES = {"hosts": (1, 250), "ranks-per-host": (0, 1024), "interfaces": (1, 8)}
 """Option -> least and largest value."""
 
@@ -61,6 +63,9 @@ class HostFault:
     """None: whichever comes first."""
     seconds: float = 0.0
     """After torchrun was started in all hosts; without a phase."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.host}@{self.phase}{'' if self.step is None else f':{self.step}'}"
 
     @property
     def when(self) -> str:
@@ -188,7 +193,7 @@ def torchrun(plan: EmulationPlan, host: HostPlan, port: int) -> tuple[str, ...]:
     """Return the command line of one host's torchrun."""
     options, first = plan.options, plan.hosts[0]
     master = first.name if options.master == "hostname" and plan.namespaces else first.addresses[0]
-    command = [sys.executable, "-P", "-m", "torch.distributed.run"]
+    command = [sys.executable, str(TORCHRUN)]
     command += [f"--nnodes={options.hosts}", f"--nproc-per-node={plan.ranks_per_host}"]
     if options.rendezvous == "c10d":
         endpoint = f"[{master}]:{port}" if ":" in master else f"{master}:{port}"
@@ -200,10 +205,9 @@ def torchrun(plan: EmulationPlan, host: HostPlan, port: int) -> tuple[str, ...]:
     return (*command, *plan.script)
 
 
-def environment(plan: EmulationPlan, host: HostPlan, folder: Path, current: Mapping[str, str]) -> dict[str, str]:
+def environment(plan: EmulationPlan, host: HostPlan, folder: Path) -> dict[str, str]:
     """Return the variables of a host's torchrun that differ from the launcher's."""
     changes = {"TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
-    changes["OMP_NUM_THREADS"] = current.get("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     if host.visible is not None:
         changes["CUDA_VISIBLE_DEVICES"] = host.visible
     if not plan.namespaces:
@@ -221,7 +225,12 @@ def host_fault(kind: Literal["cut", "kill"], text: str, hosts: Sequence[str]) ->
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)s", when):
         return HostFault(kind, host, seconds=float(match[1]))
     if match := re.fullmatch(r"([A-Za-z_]\w*)(?::(\d+))?", when):
-        return HostFault(kind, host, match[1], None if match[2] is None else int(match[2]))
+        phase, step = match[1], None if match[2] is None else int(match[2])
+        try:
+            check_place("full-disk", phase, step)  # which is like it: any phase will do, once the ranks have met
+        except ValueError as error:
+            raise ValueError(f"--{kind} {text} cannot work: {error}.") from None
+        return HostFault(kind, host, phase, step)
     raise ValueError(
         f"--{kind} must be {host}@PHASE, {host}@PHASE:STEP or {host}@SECONDSs, such as {host}@sync:1 or {host}@12s,"
         f' got "{text}".'

@@ -11,7 +11,8 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from harness.observer import Observer
+from harness.observer import Observer, RunContext
+from harness.runtime.events import EventLog
 from harness.runtime.phases import MEET
 
 PHASE_SOCKET = "HARNESS_EMULATOR"
@@ -37,15 +38,24 @@ class EmulatedHost(Observer):
 
     def __init__(self, path: str, flush: Callable[[], None]) -> None:
         """flush: returns once the other hosts know this rank's phase."""
-        self.path, self.flush = path, flush
+        self.path, self.flush = Path(path), flush
+        self.events: EventLog | None = None
+
+    def met(self, run: RunContext) -> None:
+        self.events = run.events
 
     def phase_begins(self, phase: str, step: int | None) -> None:
         """Report the phase and wait for the answer. Raise ConnectionError where launch/hosts.py closes the socket."""
         if phase == MEET:
             return  # the other hosts cannot know of it yet
         self.flush()
+        for fault in self.path.parent.glob("* *@*"):
+            with contextlib.suppress(FileNotFoundError):  # another rank of this host was first
+                if self.events and fault.name.partition("@")[2] in (phase, f"{phase}:{step}"):
+                    fault.unlink()
+                    self.events.fact("injected", fault=fault.name)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-            with _short(Path(self.path)) as path:
+            with _short(self.path) as path:
                 server.connect(path)
             server.send(json.dumps([phase, step]).encode())
             if server.recv(len(GO)) != GO:

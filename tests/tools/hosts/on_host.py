@@ -121,7 +121,8 @@ def phases(index: int, name: str) -> None:
 
 
 def wait(index: int, marker: str) -> None:
-    """Wait, with a daemon that left its parent and its session."""
+    """Wait, with a daemon that left its parent and its session, and a folder as a run makes them."""
+    Path(f"/tmp/harness-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-{os.getpid()}-{marker}").mkdir(0o700)
     code = f"import time; time.sleep(600); {marker!r}"
     subprocess.run(["setsid", "--fork", sys.executable, "-c", code], check=True)
     say(waiting=marker)

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
 
 import psutil
@@ -42,7 +43,9 @@ def networks(pids: Iterable[int]) -> set[str]:
 def waiting_hosts(isolation: str, folder: Path, marker: str) -> Iterator[subprocess.Popen[str]]:
     """Two hosts whose script waits, once both do."""
     words = command("--isolation", isolation, "--", ON_HOST, "wait", marker)
-    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(folder)})
+    launcher = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(folder)}
+    )
     try:
         assert launcher.stdout
         waiting = 0
@@ -79,7 +82,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(isolation: str, tmp_path: P
         launcher.wait()
         soon("processes", lambda: processes_with(marker))
         soon("children", lambda: [each for each in own if each.is_running() and each.status() != psutil.STATUS_ZOMBIE])
-    soon("folders", lambda: list(tmp_path.iterdir()))
+    soon("folders", lambda: [*tmp_path.iterdir(), *glob(f"/tmp/harness-*-{marker}")])
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
     soon(
         "networks", lambda: own_networks & networks(psutil.pids())
@@ -94,13 +97,15 @@ def test_a_signal_ends_all(isolation: str, tmp_path: Path) -> None:
         assert launcher.wait(SECONDS) == 128 + signal.SIGTERM
         assert not processes_with(marker)
         assert not list(tmp_path.iterdir())
+        assert launcher.stderr.read() == "launch/hosts.py was interrupted by SIGTERM\n"
+    assert not glob(f"/tmp/harness-*-{marker}")
 
 
 @pytest.mark.parametrize("isolation", MAINLY_NAMESPACES)
 def test_when_one_fails_the_others_end_after_their_patience(isolation: str) -> None:
     started = time.monotonic()
     answer = run("--isolation", isolation, "--patience", "1", "--", ON_HOST, "fail")
-    assert answer.code == 1
+    assert answer.code == 3
     assert time.monotonic() - started < 3 * SECONDS
     assert any("host1: torchrun FAILED with exit code 3" in line for line in answer.console), answer.output
     assert any("host0: 1 s left to end" in line for line in answer.console)
@@ -124,6 +129,7 @@ def test_a_host_without_namespaces_can_be_killed(tmp_path: Path) -> None:
     assert answer.code == 1
     assert any(line.startswith("hosts: killed host1 1 s after the start (") for line in answer.console)
     assert not processes_with(marker)
+    assert not glob(f"/tmp/harness-*-{marker}")
 
 
 @pytest.mark.parametrize("isolation", MAINLY_NAMESPACES)
@@ -142,6 +148,11 @@ def test_a_time_that_never_came_is_a_mistake() -> None:
     ("words", "code", "sentence"),
     [
         (("--cut", "host7@sync"), 2, "error: --cut must name one of the hosts host0, host1"),
+        (
+            ("--kill", "host1@snyc:1"),
+            2,
+            "error: --kill host1@snyc:1 cannot work: snyc is not a phase; the nearest is sync.",
+        ),
         (("--isolation", "processes", "--cut", "host1@sync"), 2, "error: --cut needs hosts in namespaces"),
     ],
 )

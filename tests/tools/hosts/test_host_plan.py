@@ -5,6 +5,7 @@ import pytest
 
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.hosts.host_plan import (
+    TORCHRUN,
     EmulationPlan,
     HostsOptions,
     environment,
@@ -31,7 +32,7 @@ def test_a_host_has_a_rank_for_each_of_its_gpus_or_one() -> None:
 def test_torchrun_over_a_rendezvous() -> None:
     made = plan(HostsOptions(ranks_per_host=2))
     assert torchrun(made, made.hosts[1], 29500) == (
-        sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
+        sys.executable, str(TORCHRUN), "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
         "--rdzv-endpoint=10.77.0.1:29500", "--rdzv-id=hosts", *SCRIPT,
     )  # fmt: skip
 
@@ -44,18 +45,17 @@ def test_torchrun_over_ipv6_puts_the_address_in_brackets() -> None:
 def test_torchrun_with_a_master_and_ranks_of_nodes() -> None:
     made = plan(HostsOptions(rendezvous="static", master="hostname", network="both"))
     words = torchrun(made, made.hosts[1], 29500)
-    assert words[6:9] == ("--node-rank=1", "--master-addr=host0", "--master-port=29500")
+    assert words[4:7] == ("--node-rank=1", "--master-addr=host0", "--master-port=29500")
 
 
 def test_without_namespaces_hosts_differ_by_variables_and_loopback_addresses() -> None:
     made = plan(HostsOptions(), refusal="no", visible=("0", "1", "2", "3"))
     assert not made.namespaces
     assert made.ranks_per_host == 2
-    changes = environment(made, made.hosts[1], Path("folder"), {})
+    changes = environment(made, made.hosts[1], Path("folder"))
     assert changes == {
         "TMPDIR": "folder/tmp",
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "2,3",
         "HARNESS_HOST": "host1",
         "NCCL_HOSTID": "host1",
@@ -67,8 +67,8 @@ def test_without_namespaces_hosts_differ_by_variables_and_loopback_addresses() -
 
 def test_phases_are_reported_only_where_something_happens_at_one() -> None:
     timed, phased = plan(HostsOptions(kill=("host1@3s",))), plan(HostsOptions(cut=("host0@sync",)))
-    assert "HARNESS_EMULATOR" not in environment(timed, timed.hosts[0], Path("f"), {})
-    assert environment(phased, phased.hosts[0], Path("f"), {})["HARNESS_EMULATOR"] == "f/phases"
+    assert "HARNESS_EMULATOR" not in environment(timed, timed.hosts[0], Path("f"))
+    assert environment(phased, phased.hosts[0], Path("f"))["HARNESS_EMULATOR"] == "f/phases"
 
 
 def test_the_last_interface_joins_the_hosts_and_the_others_are_decoys() -> None:

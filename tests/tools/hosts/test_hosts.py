@@ -69,9 +69,9 @@ def test_a_cut_at_a_phase_comes_before_its_work() -> None:
 
 
 def test_a_fault_that_never_happens_is_a_mistake() -> None:
-    answer = run("--kill", "host1@sink", "--", ON_HOST, "phases", "10.77.0.1")
+    answer = run("--kill", "host1@validate", "--", ON_HOST, "phases", "10.77.0.1")
     assert answer.code == 2
-    assert any("kill host1 at sink never happened" in line for line in answer.console)
+    assert any("kill host1 at validate never happened" in line for line in answer.console)
 
 
 @pytest.mark.long

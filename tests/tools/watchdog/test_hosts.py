@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 import psutil
@@ -62,7 +63,7 @@ def run(folder: Path, harm: list[str], *arguments: str, script: str = JOB, ranks
 
 
 def left_with(mark: str) -> list[str]:
-    """Processes that have the mark, 2 s later at most."""
+    """Processes that have the mark, 2 s later at most; temporary folders of process namespaces that are gone."""
     end = time.monotonic() + 2
     while True:
         found = []
@@ -72,6 +73,12 @@ def left_with(mark: str) -> list[str]:
                     found.append(" ".join(process.cmdline()))
             except psutil.Error:
                 continue  # it has just ended, or is not ours
+        namespaces = {f"-{os.stat(each).st_ino}-" for each in glob("/proc/[0-9]*/ns/pid") if os.path.exists(each)}
+        found += [
+            each
+            for each in glob(f"/tmp/harness-{os.getuid()}-*-*.tmp-*")
+            if not any(map(each.__contains__, namespaces))
+        ]
         if not found or time.monotonic() > end:
             return found
         time.sleep(0.1)
@@ -81,7 +88,7 @@ def left_with(mark: str) -> list[str]:
 def test_a_host_that_goes_in_a_phase_is_named_and_the_other_ends(
     tmp_path: Path, harm: str, host: str, phase: str
 ) -> None:
-    ended = run(tmp_path / "run", [f"--{harm}", f"{host}@{phase}:0"], "--run.steps", "2")
+    ended = run(tmp_path / "run", [f"--{harm}", f"{host}@{phase}"], "--run.steps", "2")
     other = {"host0": "host1", "host1": "host0"}[host]
     rank = int(host[-1])
     # The other's first beat with the phase in it may be the one that is not sent any more.
@@ -96,6 +103,11 @@ def test_a_host_that_goes_in_a_phase_is_named_and_the_other_ends(
     assert "left behind" not in ended.output
     assert ended.left == []
     assert json.loads((ended.folder / f"failure-{other}.json").read_text())["first"]["host"] == host
+    assert "Traceback" not in ended.output, "torchrun's own report is in the run directory"
+    assert "ChildFailedError" in (ended.folder / f"torchrun-{other}.log").read_text()
+    report = (ended.folder / "report.md").read_text()
+    assert f"the run was told to fail: {harm} {host}@{phase} was injected" in report
+    assert "Known failure `injected-fault`" in report
 
 
 def test_a_deadline_ends_both_hosts_with_124_and_says_who_was_waited_for(tmp_path: Path) -> None:

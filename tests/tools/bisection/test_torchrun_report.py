@@ -1,6 +1,8 @@
+from pathlib import Path
+
 import pytest
 
-from harness.tools.hosts.host_output import RootCause
+from harness.tools.bisection.classify import first_code
 
 # As torch 2.13's torchrun prints it.
 LAST_WORDS = """\
@@ -22,9 +24,8 @@ Root Cause (first observed failure):
 """
 
 
-@pytest.mark.parametrize("code", [2, 125, -9])
-def test_the_root_cause_is_the_rank_that_failed_first(code: int) -> None:
-    cause = RootCause()
-    for line in LAST_WORDS.format(code=code).splitlines():
-        cause.read(line)
-    assert cause.code == code
+@pytest.mark.parametrize(("code", "found"), [(2, 2), (125, 125), (-9, 0)])
+def test_the_root_cause_is_the_rank_that_failed_first(code: int, found: int, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(LAST_WORDS.format(code=code))
+    assert first_code(log) == found
