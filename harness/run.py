@@ -8,8 +8,8 @@
 started with `torchrun --nnodes=1 --nproc-per-node=2`, runs PPO on a tiny model. launch/ppo.py adds the command line,
 the watchdog, reports and trackers.
 
-This file imports neither transformers nor SGLang at the top. On a CPU both need stand-ins for packages that exist for
-GPUs only, and run() must put these on the path first; so train.py, which imports both, is a file of its own.
+This file imports neither transformers nor SGLang at the top, so that ranks that cannot meet say so at once; train.py
+imports both.
 """
 
 import importlib
@@ -20,7 +20,6 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
@@ -40,7 +39,6 @@ from harness.config.run_folder import EVENTS, make_private, make_run_folder, ope
 from harness.config.schema import Config
 from harness.observer import Observer, Observers, RunContext
 from harness.runtime import clock, launch_folder
-from harness.runtime.cpu_standins import activate
 from harness.runtime.errors import INTERRUPTED, Found, Stopped, UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.events import Console, EventLog
 from harness.runtime.exits import end_failed, hard_exit
@@ -51,6 +49,7 @@ from harness.runtime.processes import descendants, end_processes, start_time
 from harness.runtime.working import Work, working
 from harness.task.rewards import MakeReward
 
+STAND_INS = "sgl_kernel, torchvision, harness_sglang_cpu"
 Job = Callable[[RunContext], str]
 """What a run does once its ranks have met. Returns the verdict of a run that passed, one line."""
 
@@ -65,8 +64,7 @@ def run(
 ) -> int:
     """Run a job on this rank, which torchrun has started. Only rank 0 prints, except for a rank that fails.
 
-    job: "module:function", imported only after the stand-ins are on the path; or a function, whose own module must then
-    import neither transformers nor SGLang at the top.
+    job: "module:function", imported once the ranks have met; or a function.
     rewards: rewards in addition to those of task/rewards.py, by the name that task.reward gives.
     engine_class: called in place of VerlEngine, with the same arguments.
 
@@ -88,14 +86,16 @@ def run(
     if launch.rank == 0:  # a copy of standard output: descriptor 1 becomes the engine's log while the engine starts
         console = Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace"), launched)
         doing = speaking.enter_context(working(f"waiting for {launch.world_size} ranks to meet", console))
-    stand_ins = _prepare_environment(config, device)
+    if device.type == "cuda":
+        _set_nccl_variables(config)
     observer = Observers(observers)
     observer.launched(config, launch)
     try:  # from here on a failure has its observers, a console that is closed already too
         if console:
-            if stand_ins:
-                names = ", ".join(stand_ins)
-                console.say(f"CPU mode: real SGLang on the CPU, with stand-ins for packages that need a GPU ({names})")
+            if device.type == "cpu":
+                console.say(
+                    f"CPU mode: real SGLang on the CPU, with stand-ins for packages that need a GPU ({STAND_INS})"
+                )
             console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
         observer.phase_begins(MEET, None)
         began_to_meet = clock.now()
@@ -141,22 +141,17 @@ def check_placement(run: RunContext) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _prepare_environment(config: Config, device: torch.device) -> Sequence[str]:
-    """Set up this process before anything imports transformers or SGLang, or makes an NCCL communicator.
+def _set_nccl_variables(config: Config) -> None:
+    """Set what the engine will set on the rank that builds it.
 
-    Return the names of the stand-ins that are on the path now; none with a GPU.
+    NCCL reads it when it makes a communicator, and two ranks with different settings fail in their first collective, so
+    every rank sets it before any communicator exists.
     """
-    if device.type == "cpu":
-        return activate()
-    # The engine sets these NCCL variables on the rank that builds it. NCCL reads them when it makes a communicator, and
-    # two ranks with different settings fail in their first collective, so every rank sets them before any communicator
-    # exists.
     from harness.rollout import sglang_api
     from harness.rollout.early_start import variables_of_precision
 
     os.environ.update(variables_of_precision(config, "cuda", os.environ))  # which an engine inherits
     os.environ.update(sglang_api.common_environment(sglang_api.probe(), config.engine.args, os.environ))
-    return ()
 
 
 def _make_run_folder(config: Config) -> Path:

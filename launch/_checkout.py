@@ -14,6 +14,8 @@ ROOT = CHECKOUT if (CHECKOUT / "harness").is_dir() else CHECKOUT.parent
 def use() -> None:
     """Start this process over with the checkout on PYTHONPATH, unless `import harness` finds the checkout already.
 
+    Without a GPU, have it find this checkout's stand-ins too (harness/runtime/cpu_standins.py).
+
     From then on Ctrl-C and SIGTERM end the script with a sentence (harness/runtime/interrupts.py). Exit with 2 and one sentence if this Python is too old, or ignores PYTHONPATH.
     """
     if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is may run this
@@ -22,6 +24,10 @@ def use() -> None:
         sys.exit(2)
     found_harness = importlib.util.find_spec("harness")
     if found_harness and found_harness.origin and Path(found_harness.origin).resolve().parents[1] == ROOT:
+        from harness.runtime import cpu_standins
+
+        if cpu_standins.no_gpu():
+            cpu_standins.activate()
         _end_well()
         return
     if sys.flags.ignore_environment:

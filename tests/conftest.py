@@ -14,18 +14,12 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from harness.runtime import kernel_caches
-from harness.runtime.cpu_standins import activate
 
 # Programs that tests start import this checkout, whatever the environment's `import harness` finds.
 CHECKOUT = str(Path(__file__).resolve().parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CHECKOUT, os.environ.get("PYTHONPATH")]))
 
 CACHES_GIVEN = {name: os.environ[name] for name in kernel_caches.FOLDERS if name in os.environ}
-
-# The published torchvision does not import beside a CPU torch, and transformers imports it. Not a fixture: test modules
-# import transformers while they are collected.
-if not torch.cuda.is_available():
-    activate()
 
 # Started in a shell's background this process ignores Ctrl-C, and so would all that tests start and then interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -113,9 +113,8 @@ def program() -> str:
 
 
 def run_elsewhere(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run in a folder that is no checkout, with this Python; PYTHONPATH stands for the editable install."""
+    """Run in a folder that is no checkout, with this Python; PYTHONPATH (tests/conftest.py) stands for the editable install."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment["PYTHONPATH"] = str(REPOSITORY)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
 
 

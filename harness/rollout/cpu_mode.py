@@ -1,22 +1,9 @@
 """The environment that engines in SGLang's CPU mode need. Imports nothing heavy."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-CPU_MODE = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    # With two threads MKL's first vector call (cos of the rotary table) races over the choice of kernels: half of the
-    # table may come out with 13 bits, for the life of the engine. Seen with torch 2.13: log-probs off by 5e-5.
-    "OMP_NUM_THREADS": "1",
-    # With tp > 1 SGLang compiles a few integer operations (masking of token ids) with torch.compile, which on the CPU
-    # runs a C++ compiler: 5 to 30 s at the first token on a fresh machine.
-    "TORCHDYNAMO_DISABLE": "1",
-    # With a CUDA build of torch, which brings NCCL, SGLang would open NCCL communicators on the CPU and die. The name
-    # of a library that does not exist turns that off.
-    "SGLANG_NCCL_SO_PATH": "absent-in-cpu-mode",
-}
-"""The variables that are the same for every engine in SGLang's CPU mode. SGLang reads some of them when it is
-imported."""
+from harness.runtime.standins.harness_cpu_mode import CPU_MODE
 
 
 def cpu_environment(ranks_on_host: int) -> dict[str, str]:
@@ -32,6 +19,12 @@ def cpu_environment(ranks_on_host: int) -> dict[str, str]:
         for rank in range(ranks_on_host)
     ]
     return CPU_MODE | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(entries)}
+
+
+def without_cpu_mode(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what a Python in CPU mode has set in it when it started."""
+    is_set = environment.get("SGLANG_USE_CPU_ENGINE") == "1"
+    return {name: value for name, value in environment.items() if not is_set or CPU_MODE.get(name) != value}
 
 
 def cores_by_tp_rank(entries: Sequence[str], tp_ranks: Sequence[int], tp: int) -> list[str]:

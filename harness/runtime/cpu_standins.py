@@ -1,8 +1,10 @@
 """Stand-ins for packages that SGLang needs on a CPU and that no registry has for the CPU.
 
-activate() puts the folder `standins/` first on sys.path, and on PYTHONPATH for the processes that this one starts. It
-is never called on CUDA, and no installed file changes. The folder holds:
+An environment that tools/environments.py makes for the CPU starts every Python with the folder `standins/` on sys.path
+before the installed packages, and in the variables of SGLang's CPU mode. activate() does the same for this process, in
+an environment that has been made otherwise. Neither happens on CUDA, and no installed file changes. The folder holds:
 
+- harness_cpu_mode: these variables.
 - sgl_kernel: no CPU build is published. The stand-in can be imported. It has, in plain torch, what a chain of drafts calls
   (speculative decoding); its other functions raise NotImplementedError.
 - torchvision: the published build is for CUDA. With a CPU build of torch its import fails, because two operators are
@@ -17,37 +19,39 @@ import importlib.machinery
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from harness.runtime.standins.harness_cpu_mode import set_variables
+
 STANDINS = Path(__file__).resolve().parent / "standins"
-"""The folder that goes first on sys.path in CPU mode."""
+"""The folder that comes before the installed packages in CPU mode."""
+GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 
 
-def activate() -> tuple[str, ...]:
-    """Put the stand-ins first on sys.path and PYTHONPATH, and return their names. A second call changes nothing.
+def activate() -> None:
+    """Put this checkout's stand-ins on sys.path and PYTHONPATH, unless they are there, and set the variables of
+    SGLang's CPU mode.
 
-    Raise RuntimeError if sgl_kernel or torchvision was imported before, because a stand-in could not replace it then.
+    Call it before anything imports transformers or SGLang.
     """
     folder = str(STANDINS)
     if folder not in sys.path:
-        for name in ("sgl_kernel", "torchvision"):
-            if name in sys.modules:
-                raise RuntimeError(
-                    f"{name} is already imported; call activate() before importing it, sglang or transformers"
-                )
-    sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]
-    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != folder]
-    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *inherited])
-    return "sgl_kernel", "torchvision", "harness_sglang_cpu"
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    set_variables()
 
 
-def make_transformers_importable() -> None:
-    """Call activate() if torch is a CPU build and torchvision is not imported yet.
+def no_gpu(environment: Mapping[str, str] = os.environ) -> str:
+    """Return why this host has no usable GPU, as part of a sentence; "" if it may have one.
 
-    Call it before importing models of transformers, because these import torchvision.
+    Only device files and torch's build are looked at. Problems with the driver show once torch is imported.
     """
-    if "torchvision" not in sys.modules and torch_is_for_cpu():
-        activate()
+    if environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES = {environment['CUDA_VISIBLE_DEVICES']!r} hides every GPU"
+    if not any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES):
+        return "this host has no GPU"
+    return "the torch that is installed here is built for the CPU" if torch_is_for_cpu() else ""
 
 
 def torch_is_for_cpu() -> bool:

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.runtime.cpu_standins import make_transformers_importable
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -117,7 +115,6 @@ def tiny_config(name: str, device: Device = "cpu", overrides: Overrides | None =
     Raise ValueError for values that transformers refuses. It takes fields that it does not know: the preflight does
     not.
     """
-    make_transformers_importable()
     import transformers
 
     try:
@@ -137,8 +134,6 @@ def tiny_model(config: PretrainedConfig, seed: int, dtype: str = "float32") -> P
     would hide it.
     """
     import torch
-
-    make_transformers_importable()
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -242,7 +237,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """
     if vocab_size < 258:
         raise ValueError(f"vocab_size must be at least 258, for {PAD}, {EOS} and every byte, got {vocab_size}")
-    make_transformers_importable()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

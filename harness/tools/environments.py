@@ -146,6 +146,8 @@ def _ensure_in(folder: Path, tests: bool, run_here: bool) -> Path:
         with _locked(folder):
             if outdated := _outdated(files, _read_stamp(folder)):  # another process may have been faster
                 _install(folder, outdated)
+    if files[0].stem == DEFAULT_WITHOUT_GPU:
+        start_in_cpu_mode(folder)
     return folder / "bin" / "python"
 
 
@@ -252,6 +254,25 @@ def _install(folder: Path, files: Sequence[Path]) -> None:
     _run([*install, "--no-deps", *compiled, *again, *requirements], "install the packages")
     _write_stamp(folder, {**installed, **{file.name: _digest(file) for file in files}})
     _say(f"ready in {time.monotonic() - started:.0f} s")
+
+
+def start_in_cpu_mode(folder: Path) -> None:
+    """Have the environment's Python start in SGLang's CPU mode (harness/runtime/cpu_standins.py), whatever it runs.
+
+    Its site-packages get a file that names this checkout. If the checkout is gone, it does nothing.
+    """
+    standins, module = str(Path(__file__).resolve().parents[1] / "runtime" / "standins"), "harness_cpu_mode"
+    # Before the installed packages, one of which the stand-in for torchvision hides, and after PYTHONPATH, by which
+    # scripts of another checkout bring their own. `sitedir` is the variable of Python's site module.
+    path = f"{standins!a} in sys.path or sys.path.insert(sys.path.index(sitedir), {standins!a})"
+    there = f"os.path.isfile({f'{standins}/{module}.py'!a})"
+    line = f"import os, sys; {there} and [{path}, __import__({module!r}).set_variables()]\n"
+    for packages in folder.glob("lib/python3*/site-packages"):
+        file, new = packages / f"{module}.pth", packages / f"{module}.{os.getpid()}"
+        with contextlib.suppress(OSError):  # of somebody else, who shares it
+            if not file.is_file() or file.read_text() != line:
+                new.write_text(line)
+                os.replace(new, file)
 
 
 def describe(files: Sequence[Path]) -> str:

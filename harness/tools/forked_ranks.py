@@ -17,15 +17,13 @@ from typing import Any
 from unittest.mock import patch
 
 from harness.config.layers import ConfigError
-from harness.rollout.cpu_mode import CPU_MODE
 from harness.rollout.early_start import CPU_MODULES, ENGINE_MODULES, expected_node, start_early
 from harness.runtime import kernel_caches
-from harness.runtime.cpu_standins import activate
+from harness.runtime.cpu_standins import no_gpu
 from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, as_written
 from harness.tools import folded_torchrun
 from harness.tools.command_line import parse
 from harness.tools.environments import REPOSITORY
-from harness.tools.preflight import no_gpu
 
 NUMBERS = {
     "--nproc-per-node": (r"0*[1-9]\d*|auto|cpu|gpu|xpu", "a number of ranks, auto, cpu, gpu or xpu"),
@@ -167,10 +165,7 @@ def start_ranks_server(words: Sequence[str]) -> list[ForkServer]:
     """
     if Path(next(iter(ranks_and_script(words)[1]), "")).name in WITHOUT_ENGINE:
         return []
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
-    os.environ.update({name: value for name, value in CPU_MODE.items() if name != "OMP_NUM_THREADS"})
     os.environ.update(kernel_caches.variables(os.environ))
-    activate()
     print("importing torch, transformers and SGLang, once for all ranks of this host", flush=True)
     return [ForkServer.start([*RANK_MODULES, *CPU_MODULES], os.environ)]
 

@@ -35,7 +35,7 @@ from harness.rollout import sglang_api
 from harness.rollout.sglang_api import source
 from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.rollout.sglang_api.unasked_code import unasked_code
-from harness.runtime.cpu_standins import torch_is_for_cpu
+from harness.runtime.cpu_standins import no_gpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.data import Row, file_of, is_hub_id, load_rows
 from harness.task.rewards import is_reward
@@ -50,7 +50,6 @@ T = TypeVar("T")
 LARGEST_CHECKED = 16 << 20  # bytes of a file of rows that is read before the run
 LONGEST_HEADER = 100 << 20  # bytes; safetensors itself refuses more
 HUB_SECONDS = 10.0  # how long the hub may take to answer
-GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 """In /dev: NVIDIA's, those of Windows' Linux, AMD's."""
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "*.tiktoken")
@@ -372,18 +371,6 @@ def check_rank(
     if rank == 0:
         for sentence in resolved.warnings:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
-
-
-def no_gpu(environment: Mapping[str, str] = os.environ) -> str:
-    """Return why this host has no usable GPU, as part of a sentence; "" if it may have one.
-
-    Only device files and torch's build are looked at. Problems with the driver show once torch is imported.
-    """
-    if environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES = {environment['CUDA_VISIBLE_DEVICES']!r} hides every GPU"
-    if not any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES):
-        return "this host has no GPU"
-    return "the torch that is installed here is built for the CPU" if torch_is_for_cpu() else ""
 
 
 def device_of(config: Config) -> Device:

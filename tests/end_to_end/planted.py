@@ -5,15 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
-
-from harness.runtime.cpu_standins import activate
-
 
 def run_with(plant: Callable[[], None], **engine_args: Any) -> NoReturn:
     """Plant the fault and run PPO, whose command line is this program's. engine_args: more of engine.args."""
-    if not torch.cuda.is_available():
-        activate()
     from harness.run import run
     from harness.tools.command_line import parse
     from harness.tools.observers import standard_observers

@@ -49,7 +49,7 @@ def on_two_ranks(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, f"--master-port={free_port()}", "plain.py"],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.runtime.cpu_standins import activate
-
 LOADER = "what_is_held.load"
 LOADER_SOURCE = """
 import hashlib, json, os, pathlib, torch
@@ -185,7 +183,6 @@ def stops(engine: Any, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    activate()
     main(Path(sys.argv[1]))
     from harness.runtime.exits import hard_exit
 

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 def main(folder: Path) -> None:
     from harness.config.schema import Config, Parallel
     from harness.rollout.early_start import start_early
-    from harness.runtime.cpu_standins import activate
     from harness.runtime.fork_server import ForkServer
     from harness.task.tiny_models import save_tiny_model
 
@@ -22,7 +21,6 @@ def main(folder: Path) -> None:
     config = Config(parallel=Parallel(tp=1))
     if "--forked" in sys.argv:
         ForkServer.hand_over(start_early(config, "cpu", os.environ))
-    activate()
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

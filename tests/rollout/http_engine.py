@@ -18,7 +18,6 @@ from harness.rollout.engine import EngineRecord, NamedTensors
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.update_group import UpdateGroup
-from harness.runtime.cpu_standins import activate
 from tests.tools.verify.plain_server import PlainServer
 
 T = TypeVar("T")
@@ -37,7 +36,6 @@ class HttpEngine:
 
         Takes VerlEngine's arguments, and uses some of them.
         """
-        activate()
         self.group = Group.of(device_mesh_cpu)
         self._api = sglang_api.probe()
         self.version = self._api.version

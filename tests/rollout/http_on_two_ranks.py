@@ -13,8 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.runtime.cpu_standins import activate
-
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
 
@@ -61,7 +59,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    activate()
     main(Path(sys.argv[1]))
     from harness.runtime.exits import hard_exit
 

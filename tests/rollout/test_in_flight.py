@@ -23,9 +23,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the head saw; the other rank must have seen the same, except for who failed."""
     folder = tmp_path_factory.mktemp("in_flight")
     command = [sys.executable, "launch/torchrun.py", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [*command, str(folder)], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400
     )

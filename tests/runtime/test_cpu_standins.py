@@ -1,6 +1,8 @@
 import importlib.metadata
 import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from harness.rollout.cpu_mode import CPU_MODE
 from harness.runtime.cpu_standins import STANDINS
+from harness.tools.environments import start_in_cpu_mode
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = str(Path(torch.__file__).parents[1])
 
 
 class TopK(NamedTuple):
@@ -41,12 +46,9 @@ def child():
     report("child")
 
 if __name__ == "__main__":
-    from harness.runtime.cpu_standins import activate
-    assert activate() == activate() == ("sgl_kernel", "torchvision", "harness_sglang_cpu")
-    assert os.environ["PYTHONPATH"].count("standins") == 1 and sum("standins" in entry for entry in sys.path) == 1
     report("parent")
     from transformers.image_utils import load_image
-    from transformers import AutoImageProcessor, LlamaConfig
+    from transformers import AutoImageProcessor, LlamaConfig, Qwen2ForCausalLM
     for method in ("spawn", "forkserver"):
         process = multiprocessing.get_context(method).Process(target=child)
         process.start()
@@ -67,11 +69,27 @@ def python(*arguments: str, timeout: float = 240, **environment: str) -> subproc
     )
 
 
+def as_from_a_shell(**more: str) -> dict[str, str]:
+    """The environment without what the environment's Python, and conftest.py, have set."""
+    return {name: value for name, value in os.environ.items() if name not in (*CPU_MODE, "PYTHONPATH")} | more
+
+
+def environment(folder: Path) -> Path:
+    """The Python of an environment with the packages of this one, as harness/tools/environments.py leaves it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    [packages] = (folder / "venv").glob("lib/python3*/site-packages")
+    (packages / "packages.pth").write_text(PACKAGES)
+    start_in_cpu_mode(folder / "venv")
+    return folder / "venv" / "bin" / "python"
+
+
 @pytest.mark.long
 def test_the_real_packages_import_in_parent_and_children(tmp_path: Path) -> None:
     script = tmp_path / "imports.py"
     script.write_text(IMPORTS)
-    run = python(str(script), PYTHONPATH=str(REPOSITORY))
+    run = subprocess.run(
+        [environment(tmp_path), script], capture_output=True, text=True, env=as_from_a_shell(), timeout=240
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("parent torchvision") == 1
     assert run.stdout.count("child torchvision") == 2
@@ -216,16 +234,21 @@ except ModuleNotFoundError as error:
     assert run.stdout == "torchvision\n", run.stderr
 
 
-def test_activation_after_torchvision_is_refused() -> None:
-    code = """
-import sys, types
-sys.modules["torchvision"] = types.ModuleType("torchvision")
-from harness.runtime.cpu_standins import activate
-activate()
-"""
-    run = python("-c", code)
-    assert run.returncode == 1
-    assert "RuntimeError: torchvision is already imported" in run.stderr
+def test_stand_ins_of_two_checkouts_do_not_take_each_other_for_the_installed_package(tmp_path: Path) -> None:
+    other = shutil.copytree(STANDINS, tmp_path / "standins")
+    run = python("-c", "import torchvision; print(torchvision.__file__)", PYTHONPATH=f"{other}{os.pathsep}{STANDINS}")
+    assert run.stdout == f"{PACKAGES}/torchvision/__init__.py\n", run.stderr
+
+
+def test_scripts_bring_the_cpu_mode_to_an_environment_that_was_made_otherwise() -> None:
+    code = "import _checkout; _checkout.use(); import json, os, sys; print(json.dumps([dict(os.environ), sys.path]))"
+    base = getattr(sys, "_base_executable", sys.executable)  # a .pth file is not read on PYTHONPATH
+    for visible in ("", "0") if list(Path("/dev").glob("nvidia[0-9]*")) else ("",):
+        env = as_from_a_shell(PYTHONPATH=f"{REPOSITORY}/launch{os.pathsep}{PACKAGES}", CUDA_VISIBLE_DEVICES=visible)
+        done = subprocess.run([base, "-c", code], capture_output=True, text=True, env=env, check=True)
+        found, path = json.loads(done.stdout)
+        assert (CPU_MODE.items() <= found.items()) is (visible == ""), "never on CUDA"
+        assert (path[0] == str(STANDINS) == found["PYTHONPATH"].split(os.pathsep)[0]) is (visible == "")
 
 
 def test_experts_of_other_ranks_add_nothing_and_those_here_count_in_full() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.rollout.cpu_mode import CPU_MODE
+from harness.runtime.cpu_standins import STANDINS
 from harness.tools import environments
 
 SCRIPT = environments.REPOSITORY / "harness" / "tools" / "environments.py"
@@ -118,9 +120,12 @@ def made_folder(folder: Path, base: str, files: tuple[str, ...] = ("cpu.txt",)) 
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(base)
     (folder / "harness.lock").touch()
-    digests = {name: environments._digest(environments.PINS / name) for name in files}
-    (folder / "harness.json").write_text(json.dumps({"files": digests}))
+    (folder / "harness.json").write_text(json.dumps({"files": digests(*files)}))
     return folder
+
+
+def digests(*files: str) -> dict[str, str]:
+    return {name: environments._digest(environments.PINS / name) for name in files}
 
 
 def test_an_environment_of_another_python_is_used_as_it_is(tmp_path: Path) -> None:
@@ -129,6 +134,46 @@ def test_an_environment_of_another_python_is_used_as_it_is(tmp_path: Path) -> No
     run = command(HARNESS_VENV=str(folder))
     assert (run.returncode, run.stdout, run.stderr) == (0, f"{folder}/bin/python\n", "")
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+def starts(folder: Path, **given: str) -> tuple[dict[str, str], list[str]]:
+    """What Python finds when it starts in an environment: the variables of the CPU mode, and sys.path."""
+    program = "import json, os, sys; print(json.dumps([dict(os.environ), sys.path]))"
+    own = {name: value for name, value in os.environ.items() if name not in (*CPU_MODE, "PYTHONPATH")}
+    done = subprocess.run(
+        [folder / "bin" / "python", "-c", program], capture_output=True, text=True, env=own | given, check=True
+    )
+    assert done.stderr == ""
+    found, path = json.loads(done.stdout)
+    return {name: found[name] for name in CPU_MODE if name in found}, path
+
+
+def test_an_environment_for_the_cpu_starts_in_cpu_mode_whatever_it_runs(tmp_path: Path) -> None:
+    folder, other = tmp_path / "venv", str(tmp_path / "other")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    for name, content in (("harness.lock", ""), ("harness.json", json.dumps({"files": digests("cpu.txt")}))):
+        (folder / name).write_text(content)  # as an older checkout has made it
+    assert starts(folder)[0] == {}
+    assert command(HARNESS_VENV=str(folder)).stderr == ""
+    variables, path = starts(folder)
+    assert variables == CPU_MODE and path.count(str(STANDINS)) == 1
+    [packages] = map(str, folder.glob("lib/python3*/site-packages"))
+    assert path.index(str(STANDINS)) == path.index(packages) - 1, "before the package that a stand-in hides"
+    assert starts(folder, PYTHONPATH=other)[1].index(other) == 1, "another checkout's come first"
+    assert starts(folder, OMP_NUM_THREADS="4")[0] == CPU_MODE | {"OMP_NUM_THREADS": "4"}
+    assert starts(folder, SGLANG_USE_CPU_ENGINE="0")[0] == {"SGLANG_USE_CPU_ENGINE": "0"}
+
+    [file] = folder.glob("lib/python3*/site-packages/*.pth")
+    file.write_text(file.read_text().replace(str(environments.REPOSITORY), other))
+    assert starts(folder)[0] == {}, "a checkout that has been moved away"
+    assert command(HARNESS_VENV=str(folder)).stderr == "" and starts(folder)[0] == CPU_MODE
+
+
+def test_an_environment_for_a_gpu_starts_as_it_is(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "venv", sys.executable, ("cuda-torch2.11.txt",))
+    packages = folder / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    assert command(HARNESS_VENV=str(folder)).returncode == 0 and not list(packages.iterdir())
 
 
 def test_an_environment_whose_python_is_gone_is_refused_and_kept(tmp_path: Path) -> None:

@@ -152,8 +152,6 @@ def test_the_engine_gets_no_auto_map_beside_what_the_user_overrides() -> None:
 SGLANG = """
 import sys
 from pathlib import Path
-from harness.runtime.cpu_standins import activate
-activate()
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.utils import get_model_architecture
 folder, *overrides = sys.argv[1:]

@@ -15,6 +15,7 @@ from harness.cluster.network import NetworkError
 from harness.config.layers import ConfigError
 from harness.config.run_folder import check_run_folder
 from harness.rollout.sglang_api import source
+from harness.runtime import cpu_standins
 from harness.task.data import load_rows
 from harness.task.tiny_models import NOT_OVERRIDABLE, tiny_config, tiny_fields
 from harness.tools import preflight
@@ -301,7 +302,7 @@ def test_cuda_refuses_what_cpu_mode_pads() -> None:
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hides every GPU" in preflight.no_gpu({"CUDA_VISIBLE_DEVICES": ""})
-    monkeypatch.setattr(preflight, "GPU_FILES", ())
+    monkeypatch.setattr(cpu_standins, "GPU_FILES", ())
     with pytest.raises(ConfigError, match='engine.device = "cuda" cannot work: this host has no GPU; use "cpu"'):
         preflight.check_here(parse(["--engine.device", "cuda"]).config)
     assert preflight.check_here(parse([]).config).config.engine.device == "cpu"

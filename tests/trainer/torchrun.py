@@ -16,7 +16,7 @@ def torchrun(worker: str, ranks: int, out: Path, *arguments: str) -> dict[str, A
     Fails with the workers' output if they fail.
     """
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from harness.config import schema
-from harness.runtime.cpu_standins import activate
 from harness.task.tiny_models import tiny_config, tiny_model
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch
@@ -382,7 +381,6 @@ def measure_errors(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
 
 def main() -> None:
     out, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    activate()
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         for name, (kind, overrides) in MODELS.items():

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from harness.config import schema
-from harness.runtime.cpu_standins import activate
 from harness.task.tiny_models import tiny_config
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.critic import Critic
@@ -88,7 +87,6 @@ def train(path: str, mesh: DeviceMesh, memory: schema.Memory) -> dict[str, Any]:
 
 
 def main() -> None:
-    activate()
     dist.init_process_group("gloo")
     folder = Path(sys.argv[2]) / "model"
     if dist.get_rank() == 0:

@@ -259,8 +259,7 @@ def main(names: list[str]) -> None:
     from harness.runtime.cpu_standins import activate
 
     activate()
-    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "absent", "OMP_NUM_THREADS": "1"}
-    os.environ |= {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
     torch.set_num_threads(1)

@@ -29,7 +29,6 @@ def run_program(name: str, folder: Path) -> Seen:
     """What tests/weights/faults_<name>.py saw."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setenv("PYTHONPATH", "")
         job = run(folder, 2, name, script="tests/weights/faults_program.py")
     assert job.process.returncode == 0, job.output()[-6000:]
     assert job.left_behind() == []

@@ -8,9 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main(name: str, folder: Path) -> None:
-    from harness.runtime.cpu_standins import activate
 
-    activate()  # before anything imports transformers
     import_module(f"tests.weights.faults_{name}").main(folder)
 
 

@@ -55,7 +55,6 @@ OVERRIDES_ON_GPU = {
 
 def main(folder: Path, options: Mapping[str, Any]) -> None:
     from harness.rollout.verl_engine import VerlEngine
-    from harness.runtime.cpu_standins import activate
     from harness.task.tiny_models import save_tiny_model
     from harness.trainer.model import load_causal_lm
     from harness.weights.converter import CheckpointConverter
@@ -67,7 +66,6 @@ def main(folder: Path, options: Mapping[str, Any]) -> None:
 
     name, device = options["model"], options["device"]
     if device == "cpu":
-        activate()
         dist.init_process_group("gloo")
     else:
         torch.cuda.set_device(dist.get_node_local_rank(0))

@@ -22,14 +22,12 @@ PROMPTS = [list(range(5, 25)), list(range(30, 47))]
 def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
 
     from harness.rollout.verl_engine import VerlEngine
-    from harness.runtime.cpu_standins import activate
     from harness.task.tiny_models import save_tiny_model
     from harness.trainer.model import load_causal_lm
     from harness.weights.sent_model import SentModel
     from harness.weights.sync import WeightSync
     from harness.weights.verification.readback import read_back
 
-    activate()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if rank == 0:

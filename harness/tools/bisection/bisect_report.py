@@ -16,6 +16,7 @@ from typing import Literal
 
 from packaging.utils import canonicalize_name
 
+from harness.rollout.cpu_mode import without_cpu_mode
 from harness.runtime import redact
 from harness.runtime.tracebacks import Traceback
 from harness.tools.bisection.candidates import Candidate, git, git_lines, labels
@@ -529,7 +530,8 @@ def _assignments(state: State, record: Record, environment: Environment) -> list
     hidden = [*NOT_SHOWN, *([] if is_ours else ["HARNESS_VENV"])]
     # PYTHONPATH is never that of the user's shell, because launch/bisect_versions.py puts its checkout there for
     # itself.
-    changed = {n: v for n, v in variables.items() if n not in hidden and (v != os.environ.get(n) or n == "PYTHONPATH")}
+    shell = without_cpu_mode(os.environ)
+    changed = {n: v for n, v in variables.items() if n not in hidden and (v != shell.get(n) or n == "PYTHONPATH")}
     return [
         f'PATH={quote(str(Path(environment.python).parent))}:"$PATH"',
         *(f"{name}={quote(value)}" for name, value in changed.items()),

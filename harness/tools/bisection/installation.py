@@ -24,7 +24,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from harness.rollout.cpu_mode import cpu_environment
+from harness.rollout.cpu_mode import cpu_environment, without_cpu_mode
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.installed import INSTALLED
@@ -39,12 +39,12 @@ from harness.tools.bisection.candidates import (
     repository_of,
 )
 from harness.tools.bisection.question import Options, Pause, Question, WrongQuestion, is_of_this_repository
-from harness.tools.environments import REPOSITORY, cpu_torch, uv_environment
+from harness.tools.environments import REPOSITORY, cpu_torch, start_in_cpu_mode, uv_environment
 
 _FREEZE = """
 import importlib.metadata as m, json, re
 found = {d.metadata["Name"]: d.version for d in reversed(list(m.distributions()))}
-print(json.dumps({re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found.items() if name and version}))
+print(json.dumps({re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found.items() if name and version and name != "harness-sglang-cpu"}))
 """
 _PYTHON_LINE = "# python "
 """How the first line of a resolution begins."""
@@ -96,7 +96,8 @@ class Environment:
         cpu_mode: add the variables and stand-ins of SGLang's CPU mode. imports_harness: add this package to the path,
         because no candidate has harness installed.
         """
-        found = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
+        own = without_cpu_mode(os.environ)
+        found = {name: value for name, value in own.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
         folder, standins = Path(self.python).parent, str(STANDINS)
         found["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
         if (folder.parent / "pyvenv.cfg").exists():
@@ -108,6 +109,8 @@ class Environment:
         if cpu_mode:
             found = cpu_environment(1) | found
             paths.insert(0, standins)
+        elif own.keys() != os.environ.keys():  # what this Python has set when it started, that one need not
+            found.setdefault("SGLANG_USE_CPU_ENGINE", "0")
         found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
         return found | {"PYTHONNOUSERSITE": "1", "HARNESS_VENV": "none"}
 
@@ -355,8 +358,10 @@ class Pinned(Provider):
             self._resolve(candidate, lock)
         digest = _digest(lock.read_text(), python_version(_python_of(lock)), *self.sources, str(self.cpu_mode))
         key = f"{self.package}-{candidate.name}-{digest}"
-        folder = keep(self.store, key, lambda new: self._install(new, lock))
-        return Environment(python=str(folder / "venv" / "bin" / "python")).with_freeze()
+        venv = keep(self.store, key, lambda new: self._install(new, lock)) / "venv"
+        if self.cpu_mode:
+            start_in_cpu_mode(venv)
+        return Environment(python=str(venv / "bin" / "python")).with_freeze()
 
     def _resolve(self, candidate: Candidate, lock: Path) -> None:
         self.locks.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """What an issue needs besides the program: sglang.check_env, the bisect's answer, the name of the failure."""
 
-import os
 import platform
 import subprocess
 import sys
@@ -8,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import join
 
-from harness.runtime.cpu_standins import STANDINS, torch_is_for_cpu
 from harness.tools.bisection.bisect_report import answer_of, sentences
 from harness.tools.bisection.bisection import COMMITS_FOLDER
 from harness.tools.bisection.question import SCRIPT
@@ -51,13 +49,9 @@ def check_env(subject: Subject) -> list[str]:
     """Return what `python -m sglang.check_env` prints here, and a line if the run had other versions or another
     host.
     """
-    variables = dict(os.environ)
-    if torch_is_for_cpu():
-        inherited = [each for each in variables.get("PYTHONPATH", "").split(os.pathsep) if each]
-        variables["PYTHONPATH"] = os.pathsep.join([str(STANDINS), *inherited])
     command = [sys.executable, "-P", "-m", "sglang.check_env"]
     try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=CHECK_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:
         return [f"it did not end within {CHECK_SECONDS:.0f} s"]
     if done.returncode:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.layers import ConfigError
-from harness.rollout.cpu_mode import cpu_environment
 from harness.runtime import cpu_standins
 from harness.runtime.files import replace_file
 from harness.runtime.fork_server import collecting_nothing
@@ -79,7 +78,6 @@ def prepare_import(folder: Path, draft: bool = False) -> None:
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what SGLang asks of a GPU is answered for one that is not there
     cpu_standins.activate()
-    os.environ.update(cpu_environment(1))
     from harness.rollout.sglang_api import meta_model
 
     meta_model.prepare_import(folder, draft=draft)

@@ -71,7 +71,7 @@ def sharing_imports(chosen: Sequence[Case], gpus: Sequence[str]) -> Iterator[For
         yield None
         return
     environment = variant_environment(tempfile.gettempdir(), gpus)
-    server = ForkServer.start(modules, shared_imports.environment_of_fork(environment))
+    server = ForkServer.start(modules, environment)
     try:
         yield server
     finally:
@@ -167,11 +167,13 @@ def run_variant(
         code = None
         with log.open("wb") as output, suppress(VariantOver):
             command, environment = program_command(case, variant), variant_environment(folder, gpus)
-            forked, ended = shared_imports.environment_of_fork(environment), None
-            if server and shared_imports.may_fork(case, gpus) and not server.obstacle(forked):
+            ended = None
+            if server and shared_imports.may_fork(case, gpus) and not server.obstacle(environment):
                 name, words = shared_imports.task_of(case, variant)
                 with suppress(ServerGone):
-                    ended = run_forked_tree(server, name, words, output=output, cwd=REPOSITORY, env=forked, tick=tick)
+                    ended = run_forked_tree(
+                        server, name, words, output=output, cwd=REPOSITORY, env=environment, tick=tick
+                    )
             if not ended:
                 ended = run_tree(command, output=output, cwd=REPOSITORY, env=environment, tick=tick)
             code = ended.code

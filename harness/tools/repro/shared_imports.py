@@ -3,15 +3,12 @@
 Only without a GPU: there an import initializes CUDA, which a forked process cannot use.
 """
 
-import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from harness.rollout.cpu_mode import CPU_MODE
 from harness.rollout.early_start import CPU_MODULES
-from harness.runtime.cpu_standins import STANDINS
-from harness.tools.preflight import no_gpu
+from harness.runtime.cpu_standins import no_gpu
 from harness.tools.repro import cases
 from harness.tools.repro.case import Case, Variant
 
@@ -31,12 +28,6 @@ def modules_of(chosen: Sequence[Case]) -> Sequence[str]:
         return ()
     families = sorted({case.program.__module__ for case in chosen})
     return [*PROGRAM_MODULES, *families, *(CPU_MODULES if engine else ())]
-
-
-def environment_of_fork(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a variant's environment with what its program would set in it before it imports SGLang."""
-    path = os.pathsep.join([str(STANDINS), environment["PYTHONPATH"]])
-    return {**CPU_MODE, **environment, "PYTHONPATH": path}
 
 
 def task_of(case: Case, variant: Variant) -> tuple[str, bytes]:

@@ -127,16 +127,14 @@ def tiny_engine(
 
 
 def prepare_process(ranks: int = 1) -> Literal["cpu", "cuda"]:
-    """Return where engines of this process will run; in CPU mode put in place what SGLang lacks there."""
+    """Return where engines of this process will run; in CPU mode give them this process's cores."""
     from harness.rollout.cpu_mode import cpu_environment
-    from harness.runtime.cpu_standins import activate
 
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # its memory outlives a process that is killed on some machines
     import torch
 
     if torch.cuda.is_available():
         return "cuda"
-    activate()
     for name, value in cpu_environment(ranks).items():
         os.environ.setdefault(name, value)
     return "cpu"

@@ -37,7 +37,7 @@ def test_a_package_that_is_not_sglang_is_tested_in_the_users_own_environment(
 ) -> None:
     """SGLang is installed here, and there may be no GPU, but the question is not about it."""
     bench = Bench(tmp_path)
-    code = "import os, sys\nsys.exit('TORCHDYNAMO_DISABLE' in os.environ or 'SGLANG_USE_CPU_ENGINE' in os.environ)"
+    code = "import os, sys\nsys.exit('TORCHDYNAMO_DISABLE' in os.environ or os.environ.get('SGLANG_USE_CPU_ENGINE') == '1')"
     sites = bench.sites(["", "x = 1"])
     asked = ["--package", "moving", "--environments", str(sites), "--dir", "found", "--good", "1.0", "--bad", "1.1"]
     for name in ("TORCHDYNAMO_DISABLE", "SGLANG_USE_CPU_ENGINE"):

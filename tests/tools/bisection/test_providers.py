@@ -1,5 +1,7 @@
 """Which environments are asked of uv, without asking it."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -103,6 +105,16 @@ def test_pins_as_of_the_release_without_what_needs_a_gpu(tmp_path: Path, monkeyp
     assert "sgl-kernel" in Path(words[words.index("--excludes") + 1]).read_text().split()
     header = [f"# python {sys.executable}", "# packages published until 2025-09-17T00:00:00Z"]
     assert lock.read_text().splitlines() == [*header, "sglang==0.5.12", "torch==2.8.0"]
+
+    def install(folder: Path, _: Path) -> None:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+
+    monkeypatch.setattr(made, "_install", install)
+    python = made.make(candidate).python
+    said = "import os; print(os.environ.get('SGLANG_USE_CPU_ENGINE'))"
+    own = {name: value for name, value in os.environ.items() if name != "SGLANG_USE_CPU_ENGINE"}
+    assert subprocess.run([python, "-c", said], env=own, capture_output=True, text=True).stdout == "1\n"
+    assert not made.make(candidate).freeze, "the plugins' package is no pin: no registry has it"
 
 
 def test_another_python_where_a_release_does_not_allow_this_one() -> None:

@@ -4,11 +4,9 @@ A program, because SGLang decides once in a process, as it is imported, what it 
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
-from harness.rollout.cpu_mode import CPU_MODE
 from harness.runtime.cpu_standins import activate
 
 
@@ -16,7 +14,6 @@ def main(folders: list[str]) -> None:
     """Print what SGLang's ModelConfig reads from each folder: architecture, quantization, the language model's
     numbers."""
     activate()
-    os.environ |= CPU_MODE
     from sglang.srt.configs.model_config import ModelConfig
 
     read = {}

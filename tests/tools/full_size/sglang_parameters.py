@@ -6,20 +6,17 @@ For models that transformers has no class for. One rank, without quantization, o
 """
 
 import importlib
-import os
 import sys
 import tempfile
 
 import torch
 
-from harness.rollout.cpu_mode import CPU_MODE
 from harness.runtime.cpu_standins import activate
 
 
 def main(folder: str, module: str) -> None:
     """Print the number of parameters of the class in `module` that the folder's config.json names."""
     activate()
-    os.environ |= CPU_MODE
     if not torch.cuda.is_available():
         # Some constructors make side streams, which nothing here uses.
         torch.cuda.Stream = object  # type: ignore[misc,assignment]

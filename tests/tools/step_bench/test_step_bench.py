@@ -88,8 +88,6 @@ class Answering:
 
 
 SGLANGS_BENCH = """
-from harness.runtime.cpu_standins import activate
-activate()
 from harness.tools.step_bench.sglang_bench import offline_throughput
 from tests.tools.step_bench.test_step_bench import Answering
 print(offline_throughput(Answering(0), [[1, 2], [3]], [4, 5]) >= 0)

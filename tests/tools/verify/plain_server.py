@@ -22,8 +22,7 @@ from harness.rollout.cpu_mode import cpu_environment
 from harness.rollout.defaults import engine_defaults
 from harness.rollout.engine import NamedTensors
 from harness.rollout.engine_errors import EngineFailed
-from harness.runtime.child_environment import child_environment
-from harness.runtime.cpu_standins import activate
+from harness.runtime.child_environment import engine_environment
 from harness.runtime.processes import end_processes
 
 START_SECONDS = 240.0
@@ -40,7 +39,6 @@ class PlainServer(AbstractContextManager["PlainServer"]):
         arguments: SGLang's, by the names of ServerArgs; model_path at least. The CPU's defaults are added. log: the
         file for what it prints. Raise EngineFailed if it exits, or does not serve within START_SECONDS.
         """
-        activate()
         self.arguments, _ = sglang_api.check_arguments(sglang_api.probe(), arguments, engine_defaults("cpu"))
         self.tp = int(self.arguments.get("tp_size", 1))
         self._log = log
@@ -48,8 +46,9 @@ class PlainServer(AbstractContextManager["PlainServer"]):
         self.ports = self._lease.ports
         self.url = f"http://127.0.0.1:{self.ports.port}"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with child_environment(cpu_environment(self.tp)), log.open("wb") as output:
-            self._process = subprocess.Popen(self._command(), stdout=output, stderr=output, env=dict(os.environ))
+        own = engine_environment(os.environ, cpu_environment(self.tp))  # a rank may have started it
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(self._command(), stdout=output, stderr=output, env=own)
         try:
             self._wait_until_up()
         except BaseException:  # the caller has no server yet that it could close

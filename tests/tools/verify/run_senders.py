@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.rollout.engine_errors import EngineFailed
-from harness.runtime.cpu_standins import activate
 from tests.tools.verify.plain_server import PlainServer
 from tests.tools.verify.senders import BROKEN, RIGHT, DoesNotApply, Sender, Stack
 from tests.tools.verify.versions import MODELS, make_versions
@@ -185,7 +184,6 @@ def main() -> int:
     parser.add_argument("--no-verify", action="store_true", help="the server's own checksums alone")
     parser.add_argument("--json", type=Path, help="write the rows, with all that verify said")
     options = parser.parse_args()
-    activate()
     chosen = [sender for sender in (*RIGHT, *BROKEN) if re.search(options.senders, sender.__name__)]
     asked = [] if options.no_verify else [sys.executable, "launch/verify.py"]
     with tempfile.TemporaryDirectory(prefix="senders-") as scratch:
