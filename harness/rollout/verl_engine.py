@@ -5,7 +5,6 @@ Every rank of the group makes the same call with its own tensors. One rank of ea
 VerlEngine which sglang shipped until 0.4.7.post1.
 """
 
-import asyncio
 import atexit
 import multiprocessing
 import os
@@ -13,7 +12,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -99,9 +97,6 @@ class VerlEngine:
         """Whether the prefix cache may hold keys and values that were computed with older weights."""
         self._in_update = False
         self._update_group: UpdateGroup | None = None  # the head's
-        self._in_flight: sglang_api.InFlight | None = None  # the head's
-        self._is_generating = False  # on every rank: between begin_generate and end_generate
-        self._async_calls = ThreadPoolExecutor(1, "async_generate")
         self._record_call = record_call
         folder = log_dir or Path(tempfile.mkdtemp(prefix="harness-engine-"))
         self._remove_log = partial(shutil.rmtree, folder, ignore_errors=True) if log_dir is None else None
@@ -305,68 +300,6 @@ class VerlEngine:
         self.has_prefixes = True
         return self._on_head(lambda: self._recorded("generate", partial(self._engine.generate, **arguments)))
 
-    async def async_generate(self, *arguments: Any, **named: Any) -> Any:
-        """Return what generate does, without blocking the caller's event loop.
-
-        Several calls are answered one after the other, in the order in which they were made. The order must be the same
-        on every rank.
-        """
-        call = partial(self.generate, *arguments, **named)
-        return await asyncio.get_running_loop().run_in_executor(self._async_calls, call)
-
-    def begin_generate(
-        self,
-        *,
-        input_ids: Sequence[Sequence[int]],
-        sampling_params: Mapping[str, Any],
-        return_logprob: bool = False,
-        **arguments: Any,
-    ) -> None:
-        """Send prompts, and return when every one has its first token; end_generate returns the answers.
-
-        Between the two, pause_generation, weight updates, set_weight_version and continue_generation can be called, and
-        nothing that needs an idle engine: no `ask`, so no seed and no transport "pull". With
-        pause_generation("in_place") pass flush_cache=False to the updates.
-        """
-        prompts = [list(ids) for ids in input_ids]
-        arguments |= {"sampling_params": dict(sampling_params), "return_logprob": return_logprob, "input_ids": prompts}
-        self.has_prefixes = self._is_generating = True
-
-        def begin() -> None:
-            if self._in_flight:
-                raise ValueError("begin_generate was called twice; call end_generate in between.")
-            self._in_flight = sglang_api.InFlight(self._engine, len(prompts), arguments)
-
-        self._on_head(lambda: self._recorded("begin_generate", begin))
-
-    def end_generate(self) -> list[dict[str, Any]]:
-        """Return what the prompts of begin_generate were answered, the same on every rank, when all are complete."""
-
-        def end() -> list[dict[str, Any]]:
-            if self._in_flight is None:
-                raise ValueError("end_generate needs a begin_generate before it.")
-            in_flight, self._in_flight = self._in_flight, None
-            return in_flight.finish()
-
-        self.has_prefixes, self._is_generating = True, False
-        return self._on_head(lambda: self._recorded("end_generate", end))
-
-    def pause_generation(self, mode: sglang_api.PauseMode) -> None:
-        """Stop generating and keep all requests: in_place with their keys and values, retract without.
-
-        After in_place the prefix cache keeps keys and values of the old weights (stale_prefixes.py finds them): flush
-        it after end_generate. Raise ValueError if this SGLang cannot pause in this way.
-        """
-        self._on_head(lambda: self._recorded("pause_generation", partial(self._pause, mode)))
-
-    def _pause(self, mode: sglang_api.PauseMode) -> None:
-        sglang_api.pause_generation(self.api, self._engine, mode)
-
-    def continue_generation(self) -> None:
-        """Go on generating after pause_generation."""
-        call = partial(self._recorded, "continue_generation")
-        self._on_head(lambda: call(partial(sglang_api.continue_generation, self._engine)))
-
     def set_weight_version(self, version: str) -> None:
         """Give the engine's current weights a version. Every later answer has it in meta_info."""
         call = partial(self._recorded, "set_weight_version")
@@ -499,7 +432,7 @@ class VerlEngine:
         SGLang does not wait in them: it asserts that the engine is idle, and the scheduler dies if it is not. flushes:
         False for an update that leaves the prefix cache alone; SGLang asserts nothing there.
         """
-        if flushes and not self._is_generating:
+        if flushes:
             self.flush_cache()
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:

@@ -3,7 +3,6 @@
 It is used through sglang_api on the head, then as VerlEngine on both ranks. Rank 0 writes what each rank saw as JSON.
 """
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -129,12 +128,6 @@ def as_verl_engine(engine: Any, folder: Path, weights: Weights) -> dict[str, Any
         return [answer["output_ids"] for answer in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
 
     seen: dict[str, Any] = {"before": tokens(), "text": engine.generate("hello", GREEDY)["text"]}
-    answers = asyncio.run(engine.async_generate(input_ids=PROMPTS, sampling_params=GREEDY))
-    seen["async"] = [answer["output_ids"] for answer in answers]
-    seen["at once"] = asyncio.run(at_once(engine))
-    seen["one by one"] = [engine.generate(input_ids=PROMPTS[:size], sampling_params=GREEDY) for size in (3, 1, 2)]
-    for found in (seen["at once"], seen["one by one"]):
-        found[:] = [[answer["output_ids"] for answer in answers] for answers in found]
     seen |= stops(engine, folder)
     engine.release_memory_occupation(["kv_cache", "weights"])
     engine.resume_memory_occupation(["weights"])
@@ -149,12 +142,6 @@ def as_verl_engine(engine: Any, folder: Path, weights: Weights) -> dict[str, Any
     seen["no_folder"] = failure(lambda: engine.update_weights_from_disk(str(folder / "absent")))
     seen["still_serving"] = tokens()
     return seen
-
-
-async def at_once(engine: Any) -> list[Any]:
-    """Return the answers to three calls that are made before the first is answered."""
-    calls = [engine.async_generate(input_ids=PROMPTS[:size], sampling_params=GREEDY) for size in (3, 1, 2)]
-    return list(await asyncio.gather(*calls))
 
 
 def stops(engine: Any, folder: Path) -> dict[str, Any]:

@@ -57,16 +57,10 @@ def test_every_rank_gets_the_same_answers(seen: Seen) -> None:
     assert {name: seen[0][name] for name in names} == {name: seen[1][name] for name in names}
 
 
-def test_text_tokens_and_async_serve_alike(seen: Seen) -> None:
+def test_text_and_tokens_serve_alike(seen: Seen) -> None:
     assert [len(tokens) for tokens in seen[0]["output_ids"]] == [6, 6, 6]
     assert [len(tokens) for tokens in seen[0]["before"]] == [6, 6, 6]
-    assert seen[0]["async"] == seen[0]["before"]
     assert isinstance(seen[0]["text"], str) and seen[0]["text"]
-
-
-def test_calls_that_are_made_at_once_are_answered_like_one_after_the_other(seen: Seen) -> None:
-    assert [len(answers) for answers in seen[0]["at once"]] == [3, 1, 2]
-    assert seen[0]["at once"] == seen[0]["one by one"]
 
 
 def test_a_stop_keeps_what_ended_the_response_and_its_log_probs(seen: Seen) -> None:

@@ -125,14 +125,6 @@ def test_graphs_cannot_be_released_if_the_custom_all_reduce_registers_their_memo
     assert not probed(tmp_path, NEW | {reduce: "class CustomAllReduceV2: ...\n"}).graphs_in_memory_saver
 
 
-def test_ways_to_pause_are_those_of_the_request(tmp_path: Path, new: SGLangApi) -> None:
-    text = 'class PauseGenerationReqInput(BaseReq):\n    mode: Literal["abort", "in_place"] = "abort"\n'
-    old = probed(tmp_path / "pausing", OLD | {"srt/managers/io_struct.py": text})
-    assert sglang_api.pause_modes(old) == ("abort", "in_place") and sglang_api.pause_modes(new) == ()
-    with pytest.raises(ValueError, match=r'pause mode "retract": sglang 0.5.11.old has abort, in_place'):
-        sglang_api.pause_generation(old, None, "retract")
-
-
 def test_a_folder_that_is_not_sglang_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give the folder of an installed sglang"):
         sglang_api.probe(SourceTree(tmp_path))

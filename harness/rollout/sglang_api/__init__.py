@@ -14,6 +14,7 @@ from harness.rollout.sglang_api.engine_calls import (
     open_update_group,
     patch_reductions,
     serialize,
+    set_weight_version,
     start_loop,
     tensors_of_bucket,
     unlink_shared_memory,
@@ -21,13 +22,5 @@ from harness.rollout.sglang_api.engine_calls import (
     why_no_update,
 )
 from harness.rollout.sglang_api.engine_environment import common_environment, meaning, memory_imbalance_environment
-from harness.rollout.sglang_api.in_flight import (
-    InFlight,
-    PauseMode,
-    continue_generation,
-    pause_generation,
-    pause_modes,
-    set_weight_version,
-)
 from harness.rollout.sglang_api.probe import SGLangApi, UnknownEngineArgument, check_arguments, probe
 from harness.rollout.sglang_api.source import SourceTree

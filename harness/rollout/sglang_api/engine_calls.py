@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 from harness.rollout.sglang_api import source
-from harness.rollout.sglang_api.probe import BUCKET, ENGINE, SGLangApi
+from harness.rollout.sglang_api.probe import BUCKET, ENGINE, IO_STRUCT, SGLangApi
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -247,3 +247,19 @@ def patch_reductions() -> None:
     Call before `serialize` on every rank that sends GPU tensors. A second call does nothing.
     """
     source.load("srt/utils/patch_torch.py", "monkey_patch_torch_reductions")()
+
+
+def set_weight_version(engine: Engine, version: str) -> None:
+    """Name the weights that the engine holds.
+
+    Engine's own update methods take no version, though the requests they make do.
+
+    Newer releases tell the schedulers, and each answer has the versions of all its tokens (meta_info.weight_versions).
+    Before, only the tokenizer manager knows it, and an answer has the version at its end.
+    """
+    manager = engine.tokenizer_manager
+    if hasattr(manager, "update_weight_version"):
+        request = source.load(IO_STRUCT, "UpdateWeightVersionReqInput")(new_version=version, abort_all_requests=False)
+        engine.loop.run_until_complete(manager.update_weight_version(request))
+    else:
+        manager._update_weight_version_if_provided(version)

@@ -2,6 +2,7 @@
 weights."""
 
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -75,15 +76,20 @@ def routed_experts_missing(broken: bool) -> None:
 def stale_cache_after_pause(broken: bool) -> None:
     """After a pause in place and an update, the prefix cache holds keys and values of the old weights."""
     from harness.rollout import sglang_api
+    from harness.rollout.sglang_api import source
+    from harness.rollout.sglang_api.probe import IO_STRUCT
 
+    pause, go_on = (source.load(IO_STRUCT, f"{name}GenerationReqInput") for name in ("Pause", "Continue"))
     with tiny_engine() as engine:
         tensors = checkpoint_tensors(engine.trainer(seed=1))
         sampling = {"temperature": 0.0, "max_new_tokens": 10 * NEW_TOKENS, "ignore_eos": True}
-        running = sglang_api.InFlight(engine.engine, 1, {"input_ids": [PROMPT], "sampling_params": sampling})
-        sglang_api.pause_generation(engine.api, engine.engine, "in_place" if broken else "retract")
+        wait, manager = engine.engine.loop.run_until_complete, engine.engine.tokenizer_manager
+        answer = wait(engine.engine.async_generate(input_ids=PROMPT, sampling_params=sampling, stream=True))
+        wait(_chunks(answer, 1))
+        wait(manager.pause_generation(pause(mode="in_place" if broken else "retract")))
         engine.update(tensors, flush_cache=not broken)  # a frozen request forbids a flush
-        sglang_api.continue_generation(engine.engine)
-        running.finish()
+        wait(manager.continue_generation(go_on()))
+        wait(_chunks(answer))
         cached = _log_probs(engine)
         sglang_api.call(engine.engine, "flush_cache")
         gap = max(abs(a - b) for a, b in zip(cached, _log_probs(engine), strict=True))
@@ -115,6 +121,15 @@ def mtp_draft_left_behind(broken: bool) -> None:
             f"accept length after the update: {after:.2f} (the draft is {'stale' if after < 1.5 else 'new'})",
             flush=True,
         )
+
+
+async def _chunks(answer: AsyncIterator[Any], number: int | None = None) -> None:
+    """Wait for so many parts of a streamed answer, or for all."""
+    taken = 0
+    async for _ in answer:
+        taken += 1
+        if taken == number:
+            return
 
 
 def _accept_length(engine: TinyEngine) -> float:
