@@ -8,8 +8,8 @@
 started with `torchrun --nnodes=1 --nproc-per-node=2`, runs PPO on a tiny model. launch/ppo.py adds the command line,
 the watchdog, reports and trackers.
 
-This file imports neither transformers nor SGLang at the top, so that ranks that cannot meet say so at once; train.py
-imports both.
+This file imports neither transformers nor SGLang at the top: on a CPU both need stand-ins, which run() puts on the path
+where the environment does not. So train.py, which imports both, is a file of its own.
 """
 
 import importlib
@@ -39,6 +39,7 @@ from harness.config.run_folder import EVENTS, make_private, make_run_folder, ope
 from harness.config.schema import Config
 from harness.observer import Observer, Observers, RunContext
 from harness.runtime import clock, launch_folder
+from harness.runtime.cpu_standins import activate
 from harness.runtime.errors import INTERRUPTED, Found, Stopped, UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.events import Console, EventLog
 from harness.runtime.exits import end_failed, hard_exit
@@ -64,7 +65,8 @@ def run(
 ) -> int:
     """Run a job on this rank, which torchrun has started. Only rank 0 prints, except for a rank that fails.
 
-    job: "module:function", imported once the ranks have met; or a function.
+    job: "module:function", imported once the ranks have met; or a function, whose own module must then import neither
+    transformers nor SGLang at the top, unless the environment is one for the CPU or has a GPU.
     rewards: rewards in addition to those of task/rewards.py, by the name that task.reward gives.
     engine_class: called in place of VerlEngine, with the same arguments.
 
@@ -88,6 +90,8 @@ def run(
         doing = speaking.enter_context(working(f"waiting for {launch.world_size} ranks to meet", console))
     if device.type == "cuda":
         _set_nccl_variables(config)
+    else:
+        activate()
     observer = Observers(observers)
     observer.launched(config, launch)
     try:  # from here on a failure has its observers, a console that is closed already too
