@@ -15,7 +15,6 @@ from harness.config.mistakes import COMMAND_LINE, ConfigError, Mistake, Reading,
 from harness.config.schema import Config
 from harness.runtime import redact
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 KINDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 SEVERAL: dict[type, str] = {int: "integers", float: "numbers", str: "strings"}
 
@@ -32,9 +31,8 @@ def read_layer(path: str) -> Layer:
     file = Path(path)
     if not file.is_file():
         searched = "" if file.is_absolute() else f" It was looked for in the current folder, {Path.cwd()}."
-        there = CHECKOUT / path
-        example = there if there.is_file() else "configs/cpu/quickstart.toml"
-        raise ConfigError(f"{path} is not a file; give the path of a TOML file, such as {example}.{searched}")
+        what = "give the path of a TOML file, such as configs/cpu/quickstart.toml"
+        raise ConfigError(f"{path} is not a file; {what}.{searched}")
     try:
         return Layer(path, tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

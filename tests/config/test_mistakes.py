@@ -8,7 +8,7 @@ from harness.config.facts import Facts
 from harness.config.layers import ConfigError
 from harness.config.resolve import resolve
 from harness.tools.command_line import parse
-from tests.end_to_end.launching import REPOSITORY, run_script
+from tests.end_to_end.launching import run_script
 
 FILES = {
     "unknown_key.toml": "[actor]\nlearning_rat = 0.1\n",
@@ -364,17 +364,6 @@ def test_a_password_in_a_refused_value_is_not_printed() -> None:
     done = run_script("launch/ppo.py", "configs/cpu/quickstart.toml", "--dry-run", *given)
     assert done.returncode == 2 and done.stderr.count("@host/d.jsonl") == 4, done.stderr
     assert "hunter2" not in done.stderr and "[redacted " in done.stderr
-
-
-def test_a_relative_path_of_the_checkout_is_named_in_full_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        parse(["configs/cpu/digits.toml"])
-    assert f"such as {REPOSITORY / 'configs/cpu/digits.toml'}. It was looked for in the current folder" in str(
-        caught.value
-    )
 
 
 def test_without_torchrun_it_says_how_to_start() -> None:

@@ -109,7 +109,7 @@ def test_with_all_facts_nothing_is_left_unchecked() -> None:
         (
             "--model.name x/y",
             Facts(model={"model_type": "qwen9"}, model_types=["qwen2"]),
-            ["qwen9", "does not know", "qwen2"],
+            ["qwen9", "has no causal language model", "qwen2"],
         ),
     ],
 )

@@ -137,7 +137,7 @@ def test_commands_find_what_they_read(target: Path, tmp_path: Path) -> None:
     for words, code, said in (
         (["diagnose", "train.log"], 0, "cpu-payload-authkey (confidence"),
         (["repro", "show", "cpu-payload-authkey"], 0, "catalogue: cpu-payload-authkey"),
-        (["full-size", "no-such-model"], 2, "one of deepseek_v3, "),
+        (["full-size", "no-such-model"], 2, "those are deepseek_v3, "),
         (["verify", "--server", "http://127.0.0.1:9", "--weights", "nowhere"], 2, "--weights nowhere is no folder"),
         (["ppo", "--dry-run", "configs/multinode/deepseek_v3_671b.toml", "--nnodes=32"], 0, f"  {PROGRAM} full-size configs/"),
         (["ppo"], 2, f"torchrun --no-python --nnodes=1 --nproc-per-node=2 {PROGRAM} ppo\n"),
