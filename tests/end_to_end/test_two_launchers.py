@@ -49,7 +49,7 @@ def test_ranks_of_several_launchers_share_an_engine(
     assert [job.wait() for job in jobs] == [0] * number, "\n".join(job.output()[-3000:] for job in jobs)
     said = "".join(job.output() for job in jobs)
     assert said.count("PASSED: 2 PPO steps; 3 weight syncs onto poison") == 1
-    assert "4 ranks on 1 host" in said and "ranks 0, 1, 2, 3 on" in said
+    assert "4 ranks on 1 host" in said and "engine 0 node 0: ranks 0" in said
     assert [job.left_behind() for job in jobs] == [[]] * number
 
 

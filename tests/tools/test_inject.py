@@ -88,7 +88,7 @@ def test_the_next_request_to_the_scheduler_is_lost() -> None:
     """And its answer is waited for."""
     waited: list[str] = []
     connection = SimpleNamespace(send_bytes=pytest.fail, recv_bytes=lambda: waited.append("for an answer"))
-    channel = SchedulerChannel(None, None, Path())  # type: ignore[arg-type]
+    channel = SchedulerChannel(None, None, Path(), Path())  # type: ignore[arg-type]
     sync = sync_of()
     sync.engine = SimpleNamespace(_channel=channel)
     injector, _ = injector_of("lost-message@sync", sync=sync)

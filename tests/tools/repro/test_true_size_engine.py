@@ -65,7 +65,7 @@ def test_a_variant_goes_on_in_the_other_release(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SystemExit) as ended:
         releases.use_release("0.5.13")
     assert ended.value.code == 7
-    assert ran == [["python-of-0.5.13", "-m", "harness.tools.repro.cases", "some-case", "broken"]]
+    assert ran == [["python-of-0.5.13", "-P", "-m", "harness.tools.repro.cases", "some-case", "broken"]]
 
 
 def installing() -> list[Case]:

@@ -79,7 +79,7 @@ def test_ranks_that_have_met_wait_for_a_watchdog_that_starts_slowly(monkeypatch:
     )
     observer = WatchdogObserver()
     observer.connect(0, 0, OpenPhases({}, math.inf), settings)
-    meeting = threading.Thread(target=observer.meet, args=([replace(observer.own)], Path("runs")))
+    meeting = threading.Thread(target=observer.meet, args=([replace(observer.own)], Path("runs"), "host0"))
     try:
         meeting.start()
         line, _ = listeners[0].accept()
