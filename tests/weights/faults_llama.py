@@ -128,8 +128,8 @@ def memory_that_cannot_be_opened(stand: Stand, broken: bool) -> list[str]:
     """No scheduler can open the memory of rank 1."""
     export = transport.export_shards
 
-    def export_elsewhere(*given: Any) -> Any:
-        found = export(*given)
+    def export_elsewhere(*given: Any, **named: Any) -> Any:
+        found = export(*given, **named)
         lost = stand.world.rank == 1
         return replace(found, memories=tuple(f"{path}9999" for path in found.memories)) if lost else found
 
