@@ -34,7 +34,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-REPOSITORY = next(each for each in Path(__file__).resolve().parents[1:] if (each / "launch").is_dir())
+REPOSITORY = next(each for each in Path(__file__).resolve().parents[1:] if (each / "configs").is_dir())
 """What holds launch/ and configs/: the checkout, or in a wheel the package itself."""
 PINS = REPOSITORY / "configs" / "environments"
 DEFAULT_WITH_GPU, DEFAULT_WITHOUT_GPU = "cuda-torch2.11", "cpu"

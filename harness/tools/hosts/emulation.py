@@ -247,7 +247,7 @@ class Emulation:
             say_interrupted("launch/hosts.py", self.signals[0], "")
             return 128 + self.signals[0]
         if any(host.code for host in self.ended):
-            return next((host.code for host in self.ended if host.code and host.code > 1 and not host.end), 1)
+            return next((host.code for host in self.ended if host.code and 1 < host.code < 128 and not host.end), 1)
         for fault in self.waiting:
             self._say(f"{fault.kind} {fault.host} {fault.when} never happened")
         return MISTAKE if self.waiting else 0

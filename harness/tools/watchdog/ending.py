@@ -138,7 +138,7 @@ class HostCleanup:
     def end_torchrun(self, torchrun: psutil.Process) -> None:
         """Give torchrun the time to report and exit; end it if it stays."""
         self.wait(lambda: not is_alive(torchrun), TORCHRUN_SECONDS)
-        if is_alive(torchrun) and not any(map(is_alive, torchrun.children())):
+        if is_alive(torchrun) and not any(map(_is_rank, torchrun.children())):
             who = f"torchrun on {self.settings.host} (pid {torchrun.pid})"
             say_in_time(f"{who} is still there {TORCHRUN_SECONDS:g} s after its ranks: ending it\n")
             with suppress(psutil.NoSuchProcess):
@@ -150,6 +150,13 @@ class HostCleanup:
         """Remove what the processes left in /dev/shm and in their temporary folders, once all have ended."""
         self.shared.remove()
         scratch.remove_run_folders(self.settings.name)
+
+
+def _is_rank(child: psutil.Process) -> bool:
+    """Return whether this child of a torchrun is a rank that lives: each leads a session, and a fork server does not."""
+    with suppress(ProcessLookupError):
+        return is_alive(child) and os.getsid(child.pid) == child.pid
+    return False
 
 
 def say_in_time(text: str, screen: int = STANDARD_ERROR) -> None:

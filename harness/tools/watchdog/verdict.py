@@ -218,7 +218,9 @@ class RunVerdict:
         lines = report_lines(self.failures, view, [*explanation, *self._explained()[0]])
         if not self.folder:
             return lines
-        kept = f"; torchrun's own report: {report_of(self.folder, self.launcher).name}" if launch_folder() else ""
+        # With its store on a lost host torchrun may be killed before it writes one.
+        has_report = launch_folder() and self.cause.kind != "lost"
+        kept = f"; torchrun's own report: {report_of(self.folder, self.launcher).name}" if has_report else ""
         return [*lines, f"  run directory: {self.folder}{kept}"]
 
     def in_a_line(self) -> str:

@@ -97,17 +97,16 @@ def test_a_host_that_goes_in_a_phase_is_named_and_the_other_ends(
         ended.verdict(other),
     )
     assert f"in {phase} of step 0" in ended.verdict(other)
-    harmed = ended.happened("cut host" if harm == "cut" else "killed host")
+    harmed = ended.happened("hosts: cut host" if harm == "cut" else "hosts: killed host")
     assert ended.happened(f"hosts: {other}: torchrun FAILED") - harmed < END_SECONDS
     assert ended.code == 1
     assert "left behind" not in ended.output
     assert ended.left == []
     assert json.loads((ended.folder / f"failure-{other}.json").read_text())["first"]["host"] == host
     assert "Traceback" not in ended.output, "torchrun's own report is in the run directory"
-    assert "ChildFailedError" in (ended.folder / f"torchrun-{other}.log").read_text()
-    report = (ended.folder / "report.md").read_text()
-    assert f"the run was told to fail: {harm} {host}@{phase} was injected" in report
-    assert "Known failure `injected-fault`" in report
+    assert f"the run was told to fail: {harm} {host}@{phase} was injected" in ended.output
+    if host != "host0":  # the host of rank 0 writes the report
+        assert "Known failure `injected-fault`" in (ended.folder / "report.md").read_text()
 
 
 def test_a_deadline_ends_both_hosts_with_124_and_says_who_was_waited_for(tmp_path: Path) -> None:
