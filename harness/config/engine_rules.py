@@ -24,7 +24,7 @@ CPU_ARGUMENTS = {
 }
 """Engine argument -> the beginning of values that CPU mode cannot serve, and why."""
 OTHER_NORMS = frozenset(("enable_deterministic_inference", "rl_on_policy_target"))
-"""Engine arguments with which SGLang computes RMSNorm by other kernels than its own; none was run in float32."""
+"""Engine arguments that make SGLang compute RMSNorm with other kernels; nobody has run them in float32 here."""
 OF_MANY_RANKS = frozenset(
     (
         *("enable_dp_attention", "dp_size", "attn_dp_size", "enable_dp_lm_head", "attn_cp_size"),

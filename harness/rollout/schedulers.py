@@ -96,7 +96,7 @@ class SchedulerChannel:
         head's, for the others after CONNECT_SECONDS.
         """
         self.close()
-        # The name of the dummy tensor is that of the sockets, its size the number of models.
+        # The dummy tensor's name tells the schedulers which sockets to use, and its size how many models there are.
         name = self._group.broadcast(f"harness-{uuid.uuid4().hex[:12]}")
         with ExitStack() as stack:
             meeting = _listening(self._folder, name, self._place)

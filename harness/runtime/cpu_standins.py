@@ -27,6 +27,7 @@ from harness.runtime.standins.harness_cpu_mode import set_variables
 STANDINS = Path(__file__).resolve().parent / "standins"
 """The folder that comes before the installed packages in CPU mode."""
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
+"""In /dev: NVIDIA's, those of Windows' Linux, AMD's."""
 
 
 def activate() -> None:

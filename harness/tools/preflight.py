@@ -50,7 +50,6 @@ T = TypeVar("T")
 LARGEST_CHECKED = 16 << 20  # bytes of a file of rows that is read before the run
 LONGEST_HEADER = 100 << 20  # bytes; safetensors itself refuses more
 HUB_SECONDS = 10.0  # how long the hub may take to answer
-"""In /dev: NVIDIA's, those of Windows' Linux, AMD's."""
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 PREPARED = Path("runs/data/addition")

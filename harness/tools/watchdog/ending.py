@@ -153,7 +153,7 @@ class HostCleanup:
 
 
 def _is_rank(child: psutil.Process) -> bool:
-    """Return whether this child of a torchrun is a rank that lives: each leads a session, and a fork server does not."""
+    """Return whether this child of torchrun is a live rank. A rank leads a session; a fork server does not."""
     with suppress(ProcessLookupError):
         return is_alive(child) and os.getsid(child.pid) == child.pid
     return False
