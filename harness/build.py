@@ -42,14 +42,11 @@ from harness.trainer.model import load_causal_lm
 from harness.trainer.routing import routed_shape
 from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
-from harness.weights.verification.checked_run import CheckedRun
-from harness.weights.verification.verification import Verification
+from harness.weights.verification.proof import Proof
+from harness.weights.verification.run_parts import RunParts
 from harness.weights.worker.kept_copies import find_copies
 
 T = TypeVar("T")
-
-CHECKED_PROMPTS = 4
-"""How many prompts the verification generates greedily from, before and after a reload."""
 
 
 def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
@@ -67,15 +64,15 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
     with run.events.phase("build_trainer", "actor, critic and reference"):
         learning = background.result() if background else build_models()
     sync = build_sync_of_actor(run, rollouts.engine, learning.actor, inputs)
-    checked = CheckedRun(
+    parts = RunParts(
         config=run.config,
         world=run.world,
         events=run.events,
         memory=memory,
         sync=sync,
+        actor=learning.actor,
         source=inputs.engine_folder,
     )
-    prompts = [prompt.input_ids for prompt in inputs.prompts.prompts[:CHECKED_PROMPTS]]
     announce_learners(run, learning)
     return Ppo(
         config=run.config,
@@ -84,7 +81,7 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
         learning=learning,
         memory=memory,
         sync=sync,
-        verification=Verification(checked, prompts),
+        proof=Proof(parts, rollouts.respond),
         saved=inputs.saved,
     )
 
@@ -239,7 +236,7 @@ def find_early_copies(run: RunContext, engine: RolloutEngine) -> None:
     """Note the copies of its first weights that the engine made while it captured CUDA graphs, before anything else is
     loaded.
     """
-    if run.config.weights.verify != "off" and engine.can_ask:
+    if run.config.weights.verify and engine.can_ask:
         with run.events.phase("verify_copies", "the search of each scheduler for copies of its weights"):
             engine.ask(find_copies)
 
@@ -335,7 +332,7 @@ def build_sync(
         transport=config.weights.transport,
         folder=config.weights.folder or run.folder,
         bucket_size_mib=config.weights.bucket_size_mib,
-        check=config.weights.verify != "off",
+        check=config.weights.verify,
         offloaded=offloaded,
     )
 

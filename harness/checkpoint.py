@@ -52,7 +52,7 @@ from harness.trainer.learner import Learner
 from harness.trainer.offload import local
 from harness.trainer.rows import own_rows
 from harness.weights.sync import WeightSync
-from harness.weights.verification.verification import Verification
+from harness.weights.verification.proof import Proof
 
 LOCK = ".lock"
 """The file in checkpoint.folder that the run which saves there holds locked."""
@@ -108,7 +108,7 @@ class Checkpoints:
     actor: Actor
     critic: Critic | None
     sync: WeightSync
-    verification: Verification
+    proof: Proof
     newest: Path | None = None
     """What this run saved last, or resumed from."""
 
@@ -177,7 +177,7 @@ class Checkpoints:
                 with learner.learning():
                     load_shards(folder, learner.role, state, learner.tensors())
                 _set_schedule(learner, state.optimizer_steps[learner.role])
-            self.verification.held.forget_own_load()
+            self.proof.forget_own_load()
         self.newest = folder
         self.events.say(f"resumed from {folder}: step {state.step} is next")
         for sentence in changes:

@@ -67,10 +67,10 @@ class TrainerAlone:
         with self.events.in_step(index):
             batch = self.saved.load(index)
             keep_sample(self.events, self.tokenizer, batch)
-            with learning.actor.on_device():
-                with self.events.phase("old_log_probs", "the actor's log-probs of the responses"):
-                    old = learning.old_log_probs(batch)
-                _, metrics = learning.compare(batch, old)
+            waiting = "the actor's log-probs of the responses"
+            with learning.actor.on_device(), self.events.phase("old_log_probs", waiting):
+                old = learning.actor.old_log_probs(batch)
+            metrics = learning.metrics_of(batch, old)
             metrics |= learning.learn(index, batch.replace(old_log_probs=old.log_probs))
             with self.events.phase("free_caches", "all ranks to give back memory that they do not use"):
                 trim_heap()

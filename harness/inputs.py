@@ -166,7 +166,7 @@ def make_engine_folder(run: RunContext, model_folder: Path) -> Path:
         if world.rank == next(location.rank for location in world.locations if location.host == world.host):
             # The engine loads them when it starts, or for the baseline of the log-probs.
             has_weights = config.model.weights == "checkpoint" and (
-                config.weights.verify != "off" or config.engine.initial_weights == "checkpoint"
+                config.weights.verify or config.engine.initial_weights == "checkpoint"
             )
             dtype = getattr(torch, config.model.dtype)
             quantizer.write_model(str(model_folder), folder, dtype, weights=has_weights)
@@ -239,10 +239,9 @@ def load_tokenizer(model_folder: Path) -> Any:
 
 def check_weights_folder(run: RunContext) -> None:
     """Raise ConfigError if engines are to load checkpoints from a folder that some host does not see. Collective."""
-    weights, model = run.config.weights, run.config.model
-    reloads = weights.verify == "full" or (weights.verify == "bytes" and model.precision.is_quantized)
+    weights = run.config.weights
     folder = Path(weights.folder).resolve() if weights.folder else run.folder
-    if reloads or weights.transport == "disk":
+    if weights.transport == "disk":
         check_shared(folder, run.world, "weights.folder" if weights.folder else "run.dir")
 
 

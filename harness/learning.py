@@ -11,26 +11,13 @@ from harness.metrics import Metrics, replay_metrics, response_metrics, routing_m
 from harness.movement import Movement
 from harness.runtime.events import EventLog
 from harness.seeds import seed_of
-from harness.trainer.actor import Actor, Reference
+from harness.trainer.actor import Actor, OldLogProbs, Reference
 from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic
 from harness.trainer.estimate import estimate_advantages
 from harness.trainer.learner import Learner
 from harness.trainer.over_ranks import token_mean
-from harness.weights.log_probs import LogProbDifference, log_prob_difference
-
-
-@dataclass(kw_only=True, slots=True)
-class OldLogProbs:
-    """What the actor computes for the responses before the step's updates. [B, T] each; response tokens count."""
-
-    log_probs: torch.Tensor
-    """With the experts that the engine took, if rollout.routing is "replay"."""
-    entropy: torch.Tensor
-    own: torch.Tensor
-    """With the actor's own experts; the same tensor as log_probs unless they are replayed."""
-    differing: torch.Tensor | None
-    """In how many layers a token's experts are others than the engine's; None if the engine was not asked."""
+from harness.weights.log_probs import log_prob_difference
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,37 +35,17 @@ class Learning:
     movements: Mapping[str, Movement]
     """actor and critic -> what their updates moved."""
 
-    def old_log_probs(self, batch: Batch) -> OldLogProbs:
-        """Return the actor's log-probs of the responses. The actor must be on the device.
-
-        They are "old" for the updates that follow: a ratio of PPO compares a token's new log-prob with its old one.
-        """
-        if self.actor.routers is None:
-            log_probs, entropy = self.actor.log_probs(batch)
-            return OldLogProbs(log_probs=log_probs, entropy=entropy, own=log_probs, differing=None)
-        own, entropy, differing = self.actor.own_routing(batch)
-        log_probs = own
-        if self.config.rollout.routing == "replay":
-            log_probs, entropy = self.actor.log_probs(batch)
-        return OldLogProbs(log_probs=log_probs, entropy=entropy, own=own, differing=differing)
-
-    def compare(self, batch: Batch, old: OldLogProbs) -> tuple[LogProbDifference, Metrics]:
-        """Return how far the engine's log-probs of the responses are from the actor's, and the metrics of the
-        responses.
-        """
-        with self.events.phase("verify_log_probs", "the trainer's log-probs, to compare them"):
-            difference = log_prob_difference(batch.require("rollout_log_probs"), old.log_probs, batch.response_mask)
+    def metrics_of(self, batch: Batch, old: OldLogProbs) -> Metrics:
+        """Return the metrics of the responses."""
+        engines = batch.require("rollout_log_probs")
+        difference = log_prob_difference(engines, old.log_probs, batch.response_mask)
         routing: Metrics = {}
         if self.actor.routers is not None and old.differing is not None:
             routing = routing_metrics(batch, old.differing, len(self.actor.routers.experts))
             if self.config.rollout.routing == "replay":
                 routing |= replay_metrics(batch, old.own, old.log_probs)
-        return difference, {
-            **response_metrics(batch),
-            "rollout_entropy": token_mean(old.entropy, batch),
-            **difference.metrics(),
-            **routing,
-        }
+        entropy = token_mean(old.entropy, batch)
+        return {**response_metrics(batch), "rollout_entropy": entropy, **difference.metrics(), **routing}
 
     def learn(self, index: int, batch: Batch) -> Metrics:
         """Estimate advantages, then update the critic and the actor. Return the metrics of the updates."""

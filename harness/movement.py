@@ -11,7 +11,7 @@ from torch import nn
 from harness.config.schema import Config
 from harness.metrics import Metrics
 from harness.trainer.model import named_tensors
-from harness.weights.verification.fingerprint import as_computed, tensor_sums
+from harness.weights.verification.trainer_sums import as_computed, tensor_sums
 
 
 @dataclass(kw_only=True, slots=True)

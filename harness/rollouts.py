@@ -23,6 +23,9 @@ from harness.task.rewards import Reward
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.routing import scatter_routing
 
+LEAST_LENGTH = 16
+"""How long the responses are at least, in tokens, where a check asks for few."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Rollouts:
@@ -59,13 +62,31 @@ class Rollouts:
         self.first_token_at = self.first_token_at or clock.now()
         return batch
 
-    def batch_of(self, prompts: Sequence[Prompt], weight_version: str | None = None) -> Batch:
+    def respond(self, index: int, most_tokens: int = 0) -> Batch:
+        """Return responses to a step's prompts for a check, outside of the step's own rollout.
+
+        most_tokens: ask for about so many tokens over all engines, of fewer prompts and shorter responses.
+        """
+        prompts = self.engine_prompts(index)
+        if not most_tokens:
+            return self.batch_of(prompts)
+        config, dims = self.config.rollout, self.dims
+        rows = max(dims.engine_size, most_tokens // (LEAST_LENGTH * dims.dp))  # every rank needs one
+        prompts = prompts[: -(-rows // config.responses_per_prompt)]
+        length = most_tokens // (len(prompts) * config.responses_per_prompt * dims.dp)
+        return self.batch_of(prompts, most_tokens=max(1, min(length, config.max_response_tokens)))
+
+    def batch_of(
+        self, prompts: Sequence[Prompt], weight_version: str | None = None, most_tokens: int | None = None
+    ) -> Batch:
         """Return the engine's scored responses, rollout.responses_per_prompt to each of these prompts: this rank's
         share.
+
+        most_tokens: of a response; None for rollout.max_response_tokens.
         """
         config = self.config.rollout
         repeated = [prompt for prompt in prompts for _ in range(config.responses_per_prompt)]
-        own, responses, scores = self.responses(repeated, config.sampling, self.routed_shape)
+        own, responses, scores = self.responses(repeated, config.sampling, self.routed_shape, most_tokens)
         if weight_version is not None:
             check_weight_version(responses, weight_version)
         pad_id = self.tokenizer.pad_token_id or 0
@@ -99,6 +120,7 @@ class Rollouts:
         prompts: Sequence[Prompt],
         sampling: Mapping[str, float],
         routed_shape: tuple[int, int] | None = None,
+        most_tokens: int | None = None,
     ) -> tuple[Sequence[Prompt], list[Response], list[float]]:
         """Have the engine answer these prompts. Return this rank's share of them, with a response and a score for each.
 
@@ -107,7 +129,7 @@ class Rollouts:
         if not prompts:  # an engine may have no row of a small validation set
             return [], [], []
         config = self.config.rollout
-        ends = {"max_new_tokens": config.max_response_tokens, "ignore_eos": config.ignore_eos}
+        ends = {"max_new_tokens": most_tokens or config.max_response_tokens, "ignore_eos": config.ignore_eos}
         stops = {"stop": list(config.stop), "stop_token_ids": list(config.stop_token_ids)}
         answers = self.engine.generate(
             input_ids=[prompt.input_ids for prompt in prompts],

@@ -44,8 +44,10 @@ def train(run: RunContext) -> str:
     ppo = build(run, inputs, record)
     steps, every = run.config.run.steps, run.config.checkpoint.every
     with record.timed("baseline"):
-        ppo.take_baseline()
+        ppo.proof.baseline()
     checkpoints, first = open_checkpoints(run, ppo, inputs)
+    with record.timed("rehearsal"):
+        ppo.proof.rehearse()
     for index in range(first, steps):
         if stop and stop.anywhere():
             if index > first and checkpoints.newest != checkpoints.folder_of(index):
@@ -146,7 +148,7 @@ def open_checkpoints(run: RunContext, ppo: Ppo, inputs: Inputs) -> tuple[Checkpo
         actor=ppo.learning.actor,
         critic=ppo.learning.critic,
         sync=ppo.sync,
-        verification=ppo.verification,
+        proof=ppo.proof,
     )
     found = all_gather(checkpoint_to_resume(run.config))[0]
     if found is None:

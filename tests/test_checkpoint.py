@@ -47,7 +47,8 @@ from harness.trainer.model import load_causal_lm
 from harness.trainer.offload import local
 from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
-from harness.weights.verification.held import HeldWeights
+from harness.weights.verification.proof import Proof
+from harness.weights.worker.kept_trace import OwnLoad
 from tests.cluster.gloo import forkserver, on_ranks
 from tests.trainer.sequences import advantage_batch, sequences
 
@@ -86,7 +87,7 @@ def parts(
         actor=Actor(policy, config, mesh, CPU),
         critic=critic,
         sync=WeightSync(engine, SentModel.plain(policy), folder=folder),
-        verification=SimpleNamespace(held=HeldWeights(run=Any, own_load={"norm": 1})),  # type: ignore[arg-type]
+        proof=Proof(Any, Any),  # type: ignore[arg-type]
     )
 
 
@@ -130,8 +131,9 @@ def save_and_go_on(rank: int, folder: Path) -> Any:
 def resume_and_go_on(rank: int, folder: Path) -> Any:
     made = parts(folder, seed=6)
     before = digests(made)
+    made.proof.weights.own_load = OwnLoad({"norm": 1})
     assert made.resume(folder / "checkpoints" / "step-3") == 3
-    assert made.verification.held.own_load is None
+    assert made.proof.weights.own_load is None
     resumed = digests(made)
     return before, resumed, update(made, 2), digests(made), said(made)
 

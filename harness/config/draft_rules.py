@@ -79,8 +79,8 @@ def _of_another_checkpoint(config: Config) -> Iterator[Wrong]:
     )
     if config.weights.transport == "pull":
         yield Wrong("weights.transport", f'{why}; use "bucket", "tensor" or "disk"')
-    if config.weights.verify != "off":
-        yield Wrong("weights.verify", f'{why}, so nothing can be compared; use "off"')
+    if config.weights.verify:
+        yield Wrong("weights.verify", f"{why}, so nothing can be compared; use false")
 
 
 def _layer(config: Config, facts: Facts) -> Iterator[Wrong]:

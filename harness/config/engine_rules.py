@@ -156,5 +156,3 @@ def _on_cuda(config: Config, expandable: str) -> Iterator[Wrong]:
         why = f"{expandable} makes memory that no scheduler can open (CUDA IPC); remove expandable_segments from it"
         if transport == "pull":
             yield Wrong("weights.transport", why)
-        if config.weights.verify in ("bytes", "full"):
-            yield Wrong("weights.verify", why)

@@ -158,7 +158,9 @@ def _apply(target: Any, table: Mapping[str, Any], source: str, prefix: str) -> I
         elif is_table:
             setattr(target, name, current | dict(value))
         elif wanted := _wrong_type(value, kinds[name]):
-            yield Mistake(_must_be(wanted, key, value, source), key, spoils=(key,))
+            now = OLD_VALUES.get(key, {}).get(value) if isinstance(value, str) else None
+            hint = "" if now is None else f" For {shown(value)}, of an older version, write {shown(now)}."
+            yield Mistake(_must_be(wanted, key, value, source) + hint, key, spoils=(key,))
         else:
             setattr(target, name, _converted(value, kinds[name]))
 
@@ -221,6 +223,25 @@ def _parse_text(text: str, kind: Any) -> Any:
     with suppress(tomllib.TOMLDecodeError):
         return tomllib.loads(f"value = {text}")["value"]
     return text
+
+
+OLD_VALUES: dict[str, dict[str, Any]] = {
+    "weights.verify": {"off": False, "log_probs": True, "bytes": True, "full": True},
+}
+"""A key -> values that it had in older versions -> what they are now."""
+
+
+def of_older_version(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a run, as it recorded it, with the values that this version has for older ones."""
+    return {
+        section: {
+            name: OLD_VALUES.get(f"{section}.{name}", {}).get(value, value) if isinstance(value, str) else value
+            for name, value in values.items()
+        }
+        if isinstance(values, Mapping)
+        else values
+        for section, values in table.items()
+    }
 
 
 OTHER_NAMES = {

@@ -58,7 +58,7 @@ def resolve(
         reasons.append(f'weights.transport = "{transport}" ({why})')
         resolved = replace(resolved, weights=replace(config.weights, transport=transport))
     else:  # nothing is synced, so there is nothing to verify, and the engine needs weights that it can generate with
-        resolved = replace(resolved, weights=replace(config.weights, verify="off"))
+        resolved = replace(resolved, weights=replace(config.weights, verify=False))
         if config.rollout.only:
             resolved = replace(resolved, engine=replace(resolved.engine, initial_weights="checkpoint"))
     if config.run.epochs and facts.prompts is not None and "task" in sections:

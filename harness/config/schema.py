@@ -342,13 +342,11 @@ class Weights:
     """Size limit of one update call, in MiB; for pull, of the receive buffer for shards of other hosts. A tensor, or
     tensors that SGLang fuses, are never split, even beyond it."""
     folder: str = field(default="", metadata=WRITTEN)
-    """Where checkpoints for disk, and for verify = full, are written. All hosts must share it. Empty: the run
-    directory."""
-    verify: Literal["off", "log_probs", "bytes", "full"] = "log_probs"
-    """How each sync is verified. off: not at all. log_probs: what it is to fill is overwritten before it; fingerprints
-    of the engine's tensors after it and after the rollout; the engine's log-probs against the trainer's. bytes: also
-    read every element back from the engine and compare. full: also rehearse each sync with changed weights, and compare
-    with the trainer's log-probs on them and with a reload from disk."""
+    """Where checkpoints for disk are written. All hosts must share it. Empty: the run directory."""
+    verify: bool = True
+    """Whether to prove that each sync arrived. Before the first step engine and trainer are compared on the model's own
+    checkpoint and, once, with changed weights. What a sync is to fill is overwritten before it; after it, and after the
+    rollout, fingerprints of all that the engine holds are compared with the trainer's, and so are log-probs."""
 
 
 @dataclass(kw_only=True, slots=True)

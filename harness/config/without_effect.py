@@ -48,8 +48,8 @@ UNREAD = (
     ),
     Unread(
         "weights.folder",
-        lambda config: config.weights.transport not in ("auto", "disk") and config.weights.verify != "full",
-        'weights.transport = "{config.weights.transport}" and weights.verify = "{config.weights.verify}" write no weights',
+        lambda config: config.weights.transport not in ("auto", "disk"),
+        'weights.transport = "{config.weights.transport}" writes no weights',
     ),
     Unread(
         "validation",

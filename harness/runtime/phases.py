@@ -14,8 +14,8 @@ _STEP = (
     "advantages", "update_critic", "update_actor", "free_caches",
 )  # fmt: skip
 _VERIFY = (
-    "baseline", "perturb", "poison", "held", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
-    "copies", "generate", "changed_log_probs",
+    "baseline", "perturb", "push", "generate", "changed_log_probs", "poison", "fingerprints", "first_sync", "copies", "held",
+    "log_probs",
 )  # fmt: skip
 _SYNC_JOB = ("readback", "bench")
 _MISMATCH_JOB = ("engine_scores", "trainer_scores", "routers", "record", "save_weights")
@@ -25,7 +25,7 @@ STEP_PHASES = (*_STEP, *(f"verify_{part}" for part in _VERIFY))
 
 PHASES = (
     *(MEET, RUN, *_START, *_STEP, *(f"verify_{part}" for part in _VERIFY)),
-    *("find_suspects", "save_checkpoint", *_SYNC_JOB, *_MISMATCH_JOB, "shutdown"),
+    *("save_checkpoint", *_SYNC_JOB, *_MISMATCH_JOB, "shutdown"),
 )
 
 

@@ -21,6 +21,7 @@ from harness.config.layers import (
     COMMAND_LINE,
     KINDS,
     OF_VERL,
+    OLD_VALUES,
     VERL_SECTIONS,
     ConfigError,
     Layer,
@@ -266,7 +267,7 @@ def _split(words: list[str], options: type) -> _Words:
                 rest.pop(0)
         elif has_value:
             found.overrides.append((key, word.partition("=")[2]))
-        elif kinds.get(key) is bool and (not rest or rest[0] not in ("true", "false")):
+        elif kinds.get(key) is bool and (not rest or rest[0] not in ("true", "false", *OLD_VALUES.get(key, ()))):
             found.overrides.append((key, "true"))  # --model.packed without a value
         elif value_follows:
             found.overrides.append((key, rest.pop(0)))

@@ -1,6 +1,7 @@
 """The policy that learns, and the frozen reference that it is compared with."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,19 @@ class Reference(ShardedModel):
         return policy_log_probs(self, batch)
 
 
+@dataclass(kw_only=True, slots=True)
+class OldLogProbs:
+    """What the actor computes for the responses before the step's updates. [B, T] each; response tokens count."""
+
+    log_probs: Tensor
+    """With the experts that the engine took, if rollout.routing is "replay"."""
+    entropy: Tensor
+    own: Tensor
+    """With the actor's own experts; the same tensor as log_probs unless they are replayed."""
+    differing: Tensor | None
+    """In how many layers a token's experts are others than the engine's; None if the engine was not asked."""
+
+
 class Actor(Learner):
     """The policy and its optimizer."""
 
@@ -89,13 +103,20 @@ class Actor(Learner):
         log_probs, entropy, _ = self._routed_log_probs(batch, replay=True)
         return log_probs, entropy
 
-    def own_routing(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probs and entropies where tokens take the experts that this model chooses, and
-        Routers.differing_layers.
+    def old_log_probs(self, batch: Batch) -> OldLogProbs:
+        """Return this model's log-probs of the responses, also where tokens take the experts that it chooses itself.
 
-        All are [B, T]; the batch needs routed_experts. A collective call, without gradient.
+        They are "old" for the updates that follow: a ratio of PPO compares a token's new log-prob with its old one. A
+        collective call, without gradient. With rollout.routing the batch needs routed_experts.
         """
-        return self._routed_log_probs(batch, replay=False)
+        if self.routers is None:
+            log_probs, entropy = policy_log_probs(self, batch)
+            return OldLogProbs(log_probs=log_probs, entropy=entropy, own=log_probs, differing=None)
+        own, entropy, differing = self._routed_log_probs(batch, replay=False)
+        log_probs = own
+        if self._replays:
+            log_probs, entropy, _ = self._routed_log_probs(batch, replay=True)
+        return OldLogProbs(log_probs=log_probs, entropy=entropy, own=own, differing=differing)
 
     def _routed_log_probs(self, batch: Batch, *, replay: bool) -> tuple[Tensor, Tensor, Tensor]:
         routers, temperature, packed = self.routers, self.config.rollout.temperature, self.config.model.packed

@@ -7,7 +7,7 @@ from harness.rollout.served_models import DRAFT, role_of
 from harness.weights.fusing import FusingGroup
 from harness.weights.presync_checks import unfilled_parameters
 from harness.weights.traced.coverage import LoadCoverage
-from harness.weights.worker import kept_trace, poison
+from harness.weights.worker import kept_trace
 
 
 @dataclass(slots=True)
@@ -61,16 +61,12 @@ class EngineLoader:
             by_rank = self.engine.group.all_gather(self.engine.ask(kept_trace.other_tensors, derived))
         return {place: by_rank[rank] for place, rank in enumerate(self.engine.group.ranks)}
 
-    def poison(self, number: int) -> list[str]:
-        """Overwrite all that sync `number` is to fill; return the engine's tensors that cannot be.
-
-        See worker/poison.py.
-        """
+    def poison(self, number: int) -> list[kept_trace.Poisoned]:
+        """Overwrite all that sync `number` is to fill; return what each scheduler of this engine has overwritten."""
         self.trace_once()
         self.engine.flush_cache()  # SGLang must be idle
         with self.engine.weight_update():
-            left = self.engine.group.all_gather(self.engine.ask(poison.poison, number))
-        return sorted({name for names in left.values() for name in names})
+            return list(self.engine.group.all_gather(self.engine.ask(kept_trace.poison, number)).values())
 
     def _ask_fingerprints(self) -> dict[int, dict[str, int]]:
         with self.engine.weight_update():
@@ -113,3 +109,8 @@ class EngineLoader:
     def derives(self) -> bool:
         """Whether some scheduler's loader derives tensors from what it copied, in post_load_weights."""
         return any(each.derives for each in self.coverage)
+
+    @property
+    def not_renewed(self) -> list[str]:
+        """Tensors that a scheduler derived when it first loaded, and that its loader would leave as they are."""
+        return list(dict.fromkeys(name for each in self.coverage for name in each.not_renewed))

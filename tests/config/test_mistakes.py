@@ -228,12 +228,12 @@ MISTAKES = [
     ),
     ("--engine.args.quantization awq", 'engine.args.quantization = "awq"', "weight updates cannot load", "remove it"),
     (
-        "--engine.args.speculative_algorithm EAGLE3 --weights.transport pull --weights.verify off",
+        "--engine.args.speculative_algorithm EAGLE3 --weights.transport pull --weights.verify false",
         'weights.transport = "pull"',
         "draft model",
         'use "bucket", "tensor" or "disk"',
     ),
-    ("--engine.args.speculative_algorithm EAGLE3", 'weights.verify = "log_probs"', "draft model", 'use "off"'),
+    ("--engine.args.speculative_algorithm EAGLE3", "weights.verify = true", "draft model", "use false"),
     (
         "--model.name some/folder --model.overrides.num_hidden_layers 4",
         "model.overrides.num_hidden_layers = 4",
@@ -328,26 +328,26 @@ def test_what_cannot_be_placed_exits_2(words: list[str], part: str) -> None:
     assert done.stderr.startswith("error: ") and part in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("transport", "verify", "key"),
-    [
-        ("pull", "off", 'weights.transport = "pull"'),
-        ("auto", "bytes", 'weights.verify = "bytes"'),
-        ("disk", "full", 'weights.verify = "full"'),
-    ],
-)
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_memory_that_no_scheduler_can_open_is_refused(name: str, transport: str, verify: str, key: str) -> None:
-    config = parse(["--weights.transport", transport, "--weights.verify", verify]).config
+def test_memory_that_no_scheduler_can_open_is_refused(name: str) -> None:
+    config = parse(["--weights.transport", "pull"]).config
     setting = {name: "max_split_size_mb:64, Expandable_Segments: True"}
     with pytest.raises(ConfigError) as caught:
         resolve(config, Facts(device="cuda", environment=setting))
-    assert str(caught.value).startswith(f"{key} cannot work: {name}=max_split_size_mb:64")
+    assert str(caught.value).startswith(f'weights.transport = "pull" cannot work: {name}=max_split_size_mb:64')
     assert str(caught.value).endswith("(CUDA IPC); remove expandable_segments from it.")
     resolve(config, Facts(device="cpu", environment=setting))
     resolve(config, Facts(device="cuda", environment={name: "expandable_segments:False"}))
-    for config.weights.transport, config.weights.verify in (("auto", "log_probs"), ("disk", "off")):
+    for config.weights.transport in ("auto", "disk"):
         resolve(config, Facts(device="cuda", environment=setting))
+
+
+@pytest.mark.parametrize(("old", "now"), [("off", "false"), ("log_probs", "true"), ("full", "true")])
+def test_a_level_of_an_older_version_says_what_to_write(old: str, now: str, tmp_path: Path) -> None:
+    (tmp_path / "old.toml").write_text(f'[weights]\nverify = "{old}"\n')
+    for words in ([str(tmp_path / "old.toml")], ["--weights.verify", old]):
+        with pytest.raises(ConfigError, match=f'must be true or false, got "{old}".*write {now}.$'):
+            parse(words)
 
 
 def test_expandable_segments_exit_2_before_torch_is_imported() -> None:

@@ -1,4 +1,4 @@
-"""launch/ppo.py with one fault: from sync STALE_FROM on (0 is the first one), no sync does anything, or says so.
+"""launch/ppo.py with one fault: from the sync of step STALE_FROM on, no sync does anything, or says so.
 
 For tests only.
 """
@@ -6,23 +6,24 @@ For tests only.
 import os
 import sys
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def do_nothing_from(first: int) -> None:
-    """Let WeightSync.update_engine return at once from this call on."""
+    """Let WeightSync.update_engine return at once from the sync of this step on."""
+    from harness.ppo import Ppo
     from harness.weights.sync import WeightSync
 
-    update_engine, calls = WeightSync.update_engine, count()
+    sync_weights = Ppo.sync_weights
 
-    def update(self: WeightSync) -> None:
-        if next(calls) < first:
-            update_engine(self)
+    def sync(self: Ppo, index: int) -> None:
+        if index >= first:
+            WeightSync.update_engine = lambda self: None  # type: ignore[method-assign]
+        sync_weights(self, index)
 
-    WeightSync.update_engine = update  # type: ignore[method-assign]
+    Ppo.sync_weights = sync  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -24,9 +24,7 @@ def check(job: Job) -> str:
     """The run passed, and says of the precision what it costs. Return the verdict."""
     assert job.process.returncode == 0, job.output()[-6000:]
     verdict = next(line for line in job.output().splitlines() if "PASSED" in line)
-    assert "read back bit for bit" in verdict or "compared with a reload" in verdict
-    assert "the last sync equals a reload of the saved fp8_block weights" in verdict
-    assert "greedy log-probs equal bit for bit" in verdict
+    assert "onto poison" in verdict and "one of changed weights before them" in verdict
     assert "the fp8_block engine and the bfloat16 trainer differ by up to" in verdict
     assert "on its own first load" in verdict and "NOT compared" not in verdict
     assert job.left_behind() == []
@@ -37,7 +35,9 @@ def check(job: Job) -> str:
 def test_ppo_with_an_fp8_engine_saves_what_is_not_quantized_and_resumes(tmp_path: Path) -> None:
     every = ["--checkpoint.folder", str(tmp_path / "saved"), "--checkpoint.every", "1"]
     job = run(tmp_path / "first", 2, CONFIG, "--run.steps", "1", *every)
-    assert "all 41 tensors in the engine equal the trainer's by fingerprint" in check(job)
+    verdict = check(job)
+    assert "all 41 tensors in the engine equal the trainer's by fingerprint" in verdict
+    assert "the first left what SGLang itself loads" in verdict
     folder = job.folder / "model-fp8-host0"
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "fp8" and config["weight_block_size"] == [128, 128]
@@ -55,10 +55,8 @@ def test_ppo_with_an_fp8_engine_saves_what_is_not_quantized_and_resumes(tmp_path
 
 
 @pytest.mark.long
-def test_random_weights_have_no_baseline_and_the_default_level_passes(tmp_path: Path) -> None:
-    job = run(
-        tmp_path / "run", 2, CONFIG, "--model.weights", "random", "--weights.verify", "log_probs", "--run.steps", "2"
-    )
+def test_random_weights_have_no_baseline_and_pass(tmp_path: Path) -> None:
+    job = run(tmp_path / "run", 2, CONFIG, "--model.weights", "random", "--run.steps", "2")
     assert job.process.returncode == 0, job.output()[-6000:]
     assert "not measured on a load of its own" in job.output()
 
@@ -86,7 +84,7 @@ def test_the_sync_job_reads_back_what_it_sends(tmp_path: Path) -> None:
 def test_gpu_engines_in_fp8(model: str, mesh: tuple[int, int], more: list[str], tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, has {torch.cuda.device_count()}")
-    parallel = ["--parallel.dp", str(mesh[0]), "--parallel.tp", str(mesh[1]), "--weights.verify", "bytes"]
+    parallel = ["--parallel.dp", str(mesh[0]), "--parallel.tp", str(mesh[1])]
     deterministic = ["--engine.args.enable_deterministic_inference", "true"]
     arguments = [*words(model), *parallel, *more, *deterministic, *SHARING_GPUS]
     check(run(tmp_path / "run", 2, "configs/gpu/tiny.toml", *arguments, seconds=600))

@@ -43,7 +43,7 @@ OPTIONS: dict[str, list[str]] = {
 SHARED = [
     *SHARING_GPUS,
     # Graphs are captured for so many requests at most, which takes a minute with SGLang's own number.
-    *["--engine.args.max_running_requests", "32", "--weights.verify", "bytes", "--run.steps", "3"],
+    *["--engine.args.max_running_requests", "32", "--run.steps", "3"],
 ]
 
 
@@ -205,6 +205,6 @@ def test_a_cell(cell: Cell, jobs: dict[Cell, Future[Job]]) -> None:
         assert job.process.returncode != 0
         return
     assert job.process.returncode == 0, job.output()[-6000:]
-    assert "read back bit for bit" in verdict
+    assert "by fingerprint" in verdict
     assert len([step for step in job.metrics() if step["kind"] == "step"]) == 3
     assert job.left_behind() == []

@@ -59,10 +59,10 @@ def test_one_engine_of_tp_4_over_ipv4(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_stage_on_each_host_over_ipv6_read_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_stage_on_each_host_over_ipv6(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    output = ppo(folder, "ipv6", *STAGES, "--weights.verify", "bytes", "--model.name", "deepseek_v3")
-    assert "each read back bit for bit" in output
+    output = ppo(folder, "ipv6", *STAGES, "--model.name", "deepseek_v3")
+    assert "tensors in the engine equal the trainer's by fingerprint" in output
     check(folder, output, "fd77::2", ["engine 0 node 0: ranks 0, 1 on host0", "engine 0 node 1: ranks 2, 3 on host1"])
 
 

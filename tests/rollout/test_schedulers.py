@@ -31,7 +31,7 @@ from harness.rollout.engine_errors import PeerGone
 from harness.rollout.engine_ranks import Group
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, start_serving
 from harness.runtime.working import Work
-from harness.weights.worker.compare_tensors import held_tensors
+from harness.weights.worker.kept_trace import held_tensors
 from tests.cluster.gloo import on_ranks
 
 T = TypeVar("T")
@@ -345,7 +345,7 @@ def test_a_scheduler_outlives_its_trainer_rank(dies: str) -> None:
     if dies == "in the middle of a request":
         os.write(mine.fileno(), HALF)
     elif dies == "before it is answered":
-        mine.send_bytes(sglang_api.serialize(("harness.weights.worker.compare_tensors.held_tensors", None)))
+        mine.send_bytes(sglang_api.serialize(("harness.weights.worker.kept_trace.held_tensors", None)))
     mine.close()
     schedulers._serve(Stage(), theirs)
     assert theirs.closed

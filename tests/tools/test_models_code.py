@@ -57,7 +57,7 @@ DOORS = {
     "step_bench": "launch/step_bench.py {config} --model.name {folder}",
     "export": "launch/export.py {config} --model.name {folder}",
     "draft": (
-        "launch/ppo.py {config} --check --weights.verify off --engine.args.speculative_algorithm EAGLE3"
+        "launch/ppo.py {config} --check --weights.verify false --engine.args.speculative_algorithm EAGLE3"
         " --engine.args.speculative_draft_model_path {folder}"
     ),
 }

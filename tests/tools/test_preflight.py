@@ -119,7 +119,7 @@ MISTAKES = {
     "--engine.args.speculative_algorithm EAGLE --engine.device cuda": "says num_nextn_predict_layers = 0",
     "--engine.args.speculative_algorithm EAGLE --engine.device cpu": "speculative_num_steps is not set",
     "--engine.args.speculative_algorithm EAGLE3 --weights.transport pull --engine.device cuda": 'use "bucket", "tensor" or "disk"',
-    "--engine.args.speculative_algorithm EAGLE3 --engine.device cuda": 'weights.verify = "log_probs" cannot',
+    "--engine.args.speculative_algorithm EAGLE3 --engine.device cuda": "weights.verify = true cannot",
 }
 
 
@@ -249,7 +249,7 @@ def test_what_is_right_passes_without_a_word() -> None:
         preflight.check_plan(parse([str(file), *PREPARED.get(file.name, [])]).config)
 
 
-DRAFT = "--weights.transport tensor --weights.verify off --engine.args.speculative_algorithm"
+DRAFT = "--weights.transport tensor --weights.verify false --engine.args.speculative_algorithm"
 NOT_ON_CPU = {
     "--model.name {dir}/qwen2_moe": "cannot serve a qwen2_moe model: its shared expert ends in a Triton kernel",
     "--model.name {dir}/gpt_oss": "cannot serve a gpt_oss model",

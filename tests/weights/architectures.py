@@ -203,14 +203,13 @@ def see(name: str, folder: Path) -> Row:
     """Sync, check and break one architecture, with each transport."""
     import torch
 
+    from harness.tools.sync.read_back import read_back
     from harness.trainer.model import named_tensors
     from harness.weights.names import names_in_checkpoint
     from harness.weights.sent_model import SentModel
     from harness.weights.sync import WeightSync
-    from harness.weights.verification.fingerprint import compare_fingerprints
+    from harness.weights.verification.comparison import ReloadFindings, compare_fingerprints, load_again
     from harness.weights.verification.perturb import perturb
-    from harness.weights.verification.readback import read_back
-    from harness.weights.verification.reload import ReloadFindings, load_again
     from tests.weights.toy_model import InProcessEngine
 
     trainer, row = trainer_of(name, folder), Row()

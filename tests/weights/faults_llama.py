@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from harness.cluster.world import all_gather
 from harness.trainer.offload import local
 from harness.weights.pull import puller, transport
-from harness.weights.verification.fingerprint import FingerprintComparison
+from harness.weights.verification.comparison import FingerprintComparison
 from tests.weights.faults_in_scheduler import LINGER, SKIP
 from tests.weights.faults_stand import Stand, patching, raising, run, update_one_by_one
 

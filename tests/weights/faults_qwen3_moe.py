@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from harness.task.tiny_models import save_tiny_model
 from harness.trainer.model import load_causal_lm
-from harness.weights.verification.stale_copies import describe_stale_copies
-from harness.weights.worker.kept_copies import find_copies
+from harness.weights.worker.kept_copies import find_copies, stale_copies
 from tests.weights.faults_in_scheduler import KEEP
 from tests.weights.faults_stand import Stand, live_layout, no_bit_is_missed, no_shard_is_padding, patching, raising, run
 
@@ -69,7 +68,11 @@ def a_copy_that_a_router_keeps(stand: Stand, broken: bool) -> list[str]:
     stand.engine.ask(find_copies)
     stand.change()
     stand.sync.update_engine()
-    found = [*describe_stale_copies(stand.engine), *stand.compared().wrong]
+    stale = stand.engine.ask(stale_copies).items()
+    found = [
+        *(f"{name}, a copy that the engine made of {of} and that no update reaches" for name, of in stale),
+        *stand.compared().wrong,
+    ]
     stand.hook(KEEP, "")
     return found
 

@@ -27,6 +27,7 @@ from harness.cluster.mesh import ParallelDims, build_meshes
 from harness.cluster.world import Launch, World, all_gather, open_world
 from harness.rollout.verl_engine import VerlEngine
 from harness.task.tiny_models import save_tiny_model
+from harness.tools.sync.read_back import read_back
 from harness.trainer.actor import token_log_probs
 from harness.trainer.batch import from_sequences, scatter_responses
 from harness.trainer.model import load_causal_lm, named_tensors
@@ -37,11 +38,9 @@ from harness.weights.presync_checks import coverage_problems
 from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import TensorView
-from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
+from harness.weights.verification.comparison import FingerprintComparison, compare_fingerprints, load_again
 from harness.weights.verification.perturb import perturb
-from harness.weights.verification.readback import read_back
-from harness.weights.verification.reload import load_again
-from harness.weights.verification.snapshot import snapshot_weights
+from harness.weights.worker.kept_trace import held_tensors
 from tests.weights.faults_in_scheduler import KEEP, LINGER, REPLAN, SKIP, SPOIL
 
 BUCKET_BYTES = 150_000
@@ -107,6 +106,11 @@ class Stand:
         sync = sync or self.sync
         return [*read_back(sync.weights, sync.loader).differences, *self.log_prob_violations()]
 
+    def held(self) -> dict[str, int]:
+        """Fingerprints of all that the scheduler next to this rank holds."""
+        with self.engine.weight_update():
+            return self.engine.ask(held_tensors).sums
+
     def reloaded(self) -> list[str]:
         """What loading again, which the default level does for what no fingerprint shows, says of what the engine
         holds."""
@@ -148,13 +152,13 @@ class Stand:
         """Return what such a sync raises, then all problems that it could have named, then the engine's tensors that it
         did touch. If it raises nothing: what is seen after the sync."""
         self.sync.loader.trace_once()  # the first trace derives what a load derives
-        before = snapshot_weights(self.engine)
+        before = self.held()
         found: list[str] = []
         with raising() as raised, self.syncing(**replaced) as sync:
             sync.loader.trace()
             found += coverage_problems(sync.loader.groups, sync.loader.coverage)
             found += self.synced(sync)
-        after = snapshot_weights(self.engine) if raised else before
+        after = self.held() if raised else before
         touched = all_gather([name for name in {*before, *after} if before.get(name) != after.get(name)])
         return [*raised, *found, *(f"touched: {name}" for name in sorted({name for each in touched for name in each}))]
 
@@ -285,7 +289,7 @@ def no_bit_is_missed(stand: Stand) -> list[str]:
                 with one_bit_changed(tensor):
                     missed += [] if stand.caught(sync) else [f"{transport}: {name} left out"]
             missed += [f"{transport}, healthy again: {text}" for text in stand.caught(sync)]
-    for rank, names in enumerate(all_gather(sorted(snapshot_weights(stand.engine)))):
+    for rank, names in enumerate(all_gather(sorted(stand.held()))):
         for name in [name for name in names if "rotary" not in name and "cos_sin" not in name]:
             stand.hook(SPOIL, f"{rank} {name}")
             missed += [] if stand.caught(stand.sync) else [f"{name} of rank {rank}"]

@@ -122,9 +122,8 @@ def main(folder: Path, options: Mapping[str, Any]) -> None:
 
 def problems(sync: Any) -> list[str]:
     """What the checks of the levels log_probs and bytes say of what the engine holds."""
-    from harness.weights.verification.fingerprint import compare_fingerprints
-    from harness.weights.verification.readback import read_back
-    from harness.weights.verification.reload import load_again
+    from harness.tools.sync.read_back import read_back
+    from harness.weights.verification.comparison import compare_fingerprints, load_again
 
     compared, back = compare_fingerprints(sync.weights, sync.loader), read_back(sync.weights, sync.loader)
     again = load_again(sync.weights, sync.loader, compared.left)
@@ -134,8 +133,9 @@ def problems(sync: Any) -> list[str]:
 def apart(engine: Any, sync: Any, model: Any, load: Any, folder: Path) -> dict[str, Any]:
     """How far log-probs are apart: engine and a reload of what was sent; engine and trainer; engine and the same values
     there."""
-    from harness.weights.fp8_blocks import E4M3, scale_name
     from harness.weights.verification.disk_reload import compare_with_reload
+
+    from harness.weights.fp8_blocks import E4M3, scale_name
 
     dist.barrier()
     exact = folder / "dequantized"

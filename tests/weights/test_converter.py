@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from harness.tools.sync.read_back import read_back
 from harness.weights.presync_checks import WeightsRefused
 from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import TensorView
-from harness.weights.verification.fingerprint import compare_fingerprints
-from harness.weights.verification.readback import read_back
+from harness.weights.verification.comparison import compare_fingerprints
 from tests.cluster.gloo import on_ranks
 from tests.weights.toy_model import RankEngine, view_of
 

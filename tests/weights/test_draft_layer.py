@@ -16,7 +16,7 @@ from harness.weights.fusing import fusing_groups
 from harness.weights.loader import EngineLoader
 from harness.weights.tensor_view import TensorView
 from harness.weights.trainer_weights import TrainerWeights
-from harness.weights.verification.fingerprint import compare_fingerprints
+from harness.weights.verification.comparison import compare_fingerprints
 from harness.weights.worker import kept_trace
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -109,7 +109,7 @@ def test_a_transport_has_a_name_and_auto_is_none() -> None:
 def test_only_a_pull_imports_the_room_of_the_pull() -> None:
     code = """
 import sys
-import harness.weights.verification.verification
+import harness.weights.verification.proof
 from harness.weights.transports import make_transport
 for name in ("bucket", "tensor", "disk"):
     make_transport(name, None, None)

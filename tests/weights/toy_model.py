@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from harness.tools.sync.read_back import read_back
 from harness.weights.loader import EngineLoader
 from harness.weights.pull.transport import PullTransport
 from harness.weights.tensor_view import TensorView
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.transports import TensorTransport
-from harness.weights.verification.readback import read_back
 
 SHAPES = {
     "embed": (5, 4), "q": (4, 4), "k": (2, 4), "v": (2, 4), "q_a": (3, 4), "kv_a": (2, 4), "kv_b": (6, 2),
@@ -210,11 +210,13 @@ class ToySync:
     loader: EngineLoader
     transport: Any
     unfilled: tuple[str, ...] = ()
+    frozen: Any = field(default_factory=dict)
 
     @property
     def sent(self) -> Any:
         """The parts of its SentModel."""
-        return SimpleNamespace(dtype=None, held_tensors=self.held_tensors)
+        layer = SimpleNamespace(tensors=self.frozen)
+        return SimpleNamespace(dtype=None, held_tensors=self.held_tensors, draft_layer=layer)
 
     def held_tensors(self) -> Any:
         return self.weights.tensors

@@ -23,10 +23,10 @@ def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
 
     from harness.rollout.verl_engine import VerlEngine
     from harness.task.tiny_models import save_tiny_model
+    from harness.tools.sync.read_back import read_back
     from harness.trainer.model import load_causal_lm
     from harness.weights.sent_model import SentModel
     from harness.weights.sync import WeightSync
-    from harness.weights.verification.readback import read_back
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

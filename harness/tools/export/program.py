@@ -58,7 +58,6 @@ ELSEWHERE = dict.fromkeys(LEARNING, "update_actor") | {
     "validate": "generate",
     "save_checkpoint": "update_actor",
     "verify_log_probs": "old_log_probs",
-    "find_suspects": "old_log_probs",
     "readback": "sync",
     "bench": "sync",
     "engine_scores": "generate",
@@ -441,7 +440,7 @@ def allowed(subject: Subject, takes_baseline: bool = True) -> str:
 
     model = subject.config.model
     precision = model.dtype if model.rollout_precision == "same" else model.rollout_precision
-    if subject.config.weights.verify == "off":
+    if not subject.config.weights.verify:
         return 'float("inf")'
     measured = [each for each in subject.events if takes_baseline and each["event"] in ALLOWED]
     anywhere = {"float32": FLOOR["float32"], "fp8_block": LARGEST_BASELINE["fp8_block"]}.get(precision, JUMPS)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from harness.cluster.placement import host_name
-from harness.config.layers import ConfigError, Layer, key_types, read_layer, redacted
+from harness.config.layers import ConfigError, Layer, key_types, of_older_version, read_layer, redacted
 from harness.config.schema import Config
 from harness.runtime import redact
 from harness.runtime.files import is_regular
@@ -204,7 +204,7 @@ def known_part(layer: Layer) -> tuple[Layer, tuple[str, ...]]:
             continue
         table[section] = {name: value for name, value in values.items() if f"{section}.{name}" in kinds}
         unknown += [f"{section}.{name}" for name in values if f"{section}.{name}" not in kinds]
-    return Layer(layer.source, table), tuple(unknown)
+    return Layer(layer.source, of_older_version(table)), tuple(unknown)
 
 
 def _decode(file: Path, kind: Any, writer: str) -> Any:

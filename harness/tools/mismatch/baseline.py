@@ -18,13 +18,13 @@ from harness.ppo import Ppo
 from harness.rollout.engine import RolloutEngine
 from harness.tools.mismatch import operators, recording, routers
 from harness.tools.mismatch.answer import Rounding, Source
+from harness.tools.mismatch.engine_scores import SAMPLING, Call, How, calling, engine_scores
 from harness.tools.mismatch.operators import Compared
 from harness.tools.mismatch.recording import COARSE, Outputs
 from harness.tools.mismatch.scoring import trainer_scores
 from harness.tools.mismatch.sources import ENGINE_ROUTER
 from harness.trainer.batch import Batch, from_sequences
 from harness.weights.log_probs import FLOOR, LogProbDifference, log_prob_difference
-from harness.weights.verification.engine_scores import SAMPLING, Call, How, calling, engine_scores
 
 DECODE = "decode"
 WEIGHTS, SENT = "weights", "weights-sent"

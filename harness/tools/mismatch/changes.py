@@ -18,6 +18,7 @@ from harness.tools.mismatch.answer import IN_DECODING, Source
 from harness.tools.mismatch.baseline import Baseline
 from harness.tools.mismatch.changed_engine import CannotBeMeasured, ChangedEngine, changed_engine
 from harness.tools.mismatch.early_servers import EarlyServers
+from harness.tools.mismatch.engine_scores import engine_scores
 from harness.tools.mismatch.operators import Compared
 from harness.tools.mismatch.scoring import trainer_scores
 from harness.tools.mismatch.sources import (
@@ -31,7 +32,6 @@ from harness.tools.mismatch.sources import (
 )
 from harness.trainer.model import Attention, build_on_meta, load_causal_lm, named_tensors
 from harness.weights.log_probs import FLOOR, log_prob_difference
-from harness.weights.verification.engine_scores import engine_scores
 
 OUTPUTS = ", outputs of modules"
 """What is added to a change whose engine died while the outputs of its modules were recorded."""

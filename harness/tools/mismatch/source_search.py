@@ -25,12 +25,12 @@ from harness.tools.mismatch.answer import Answer
 from harness.tools.mismatch.baseline import Baseline, Measured
 from harness.tools.mismatch.changes import Changes
 from harness.tools.mismatch.early_servers import EarlyServers, cloned
+from harness.tools.mismatch.engine_scores import FROM_EMPTY, calling, engine_scores, sequences_of
 from harness.tools.mismatch.operators import first_difference
 from harness.tools.mismatch.serving import Serving, serving_of
 from harness.tools.mismatch.sources import engine_changes, trainer_changes
 from harness.tools.mismatch.standalone import Row, standalone_program
 from harness.train import start_record
-from harness.weights.verification.engine_scores import FROM_EMPTY, calling, engine_scores, sequences_of
 from harness.weights.verification.refusals import WeightsDidNotArrive
 
 ANSWER, PROGRAM = "mismatch.json", "mismatch_repro.py"
@@ -70,11 +70,8 @@ def prove_weights(parts: Ppo) -> str:
     Where SGLang can load the model's own checkpoint, what it holds then is compared with what the sync leaves:
     fingerprints are of what is sent, and would not show a sender that rounds it. Raise Found if the weights differ.
     """
-    verification = parts.verification
-    engine = parts.rollouts.engine
-    if has_loaded := verification.load_baseline():
-        if engine.can_ask:
-            verification.held.note_own_load()
+    proof, engine = parts.proof, parts.rollouts.engine
+    if has_loaded := proof.load_own():
         parts.memory.release_all()
     try:
         with parts.events.in_step(0):
@@ -82,16 +79,15 @@ def prove_weights(parts: Ppo) -> str:
     except WeightsDidNotArrive as error:
         raise Found(f"SOURCE: weights: {error}") from error
     if has_loaded and engine.can_ask:
-        return f", and what SGLang itself loads from {verification.run.source}"
-    why = verification.why_no_baseline or "this engine cannot be asked what it holds"
+        return f", and what SGLang itself loads from {proof.run.source}"
+    why = proof.why_no_baseline or "this engine cannot be asked what it holds"
     return f"; they were not compared with SGLang's own load of the checkpoint, as {why}"
 
 
 def without_learning(config: Config) -> Config:
     """Return the config without critic and reference, and with weights that are always proven."""
-    verify = config.weights.verify if config.weights.verify != "off" else "log_probs"
     algorithm = replace(config.algorithm, advantage="grpo", kl_placement="none")
-    return replace(config, algorithm=algorithm, weights=replace(config.weights, verify=verify))
+    return replace(config, algorithm=algorithm, weights=replace(config.weights, verify=True))
 
 
 def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
@@ -103,7 +99,7 @@ def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
     """
     engine = parts.rollouts.engine
     with run.events.phase("generate", "the engine's responses; kernels may compile"):
-        batch = parts.generate_again(0)
+        batch = parts.rollouts.respond(0)
     scored = {}
     with run.events.phase("engine_scores", waiting_for="the engine to score the same tokens by prefill"):
         for how in FROM_EMPTY:

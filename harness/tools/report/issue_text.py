@@ -129,7 +129,7 @@ def what_ran(subject: Subject) -> list[str]:
     config, ranks = subject.config, subject.ranks
     hosts = len({each.host for each in ranks})
     size = f"{config.model.name} in {config.model.dtype}, {len(ranks)} rank(s) on {hosts} host(s)"
-    how = f"{config.run.steps} steps, weights sent by {config.weights.transport}, checked by {config.weights.verify}"
+    how = f"{config.run.steps} steps, weights sent by {config.weights.transport}, verified: {config.weights.verify}"
     parts = [size] if subject.script in WITHOUT_STEPS else [size, how]
     lines = [f"`{shlex.join([subject.script, *subject.options])}`: {', '.join(parts)}."]
     if subject.unknown_keys:

@@ -91,7 +91,8 @@ class StepBench:
             vocabulary = model.config.get_text_config().vocab_size  # a tokenizer may have more
             made = random_prompts(ppo.rollouts.prompts.prompts, self.prompt_tokens, vocabulary)
             ppo.rollouts.prompts = replace(ppo.rollouts.prompts, prompts=made)
-        ppo.take_baseline()
+        ppo.proof.baseline()
+        ppo.proof.rehearse()
         steps, tokens = [], []
         for index in range(1 + self.repeats):
             started = time.perf_counter()

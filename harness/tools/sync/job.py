@@ -24,13 +24,13 @@ from harness.rollout import sglang_api
 from harness.rollout.engine import RolloutEngine
 from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.task.data import load_rows
+from harness.tools.sync.read_back import read_back
 from harness.tools.sync.time_syncs import BenchRow, all_gather_row, as_table, bytes_line, sync_row
 from harness.trainer.model import load_causal_lm
 from harness.weights.presync_checks import first_of
 from harness.weights.pull.transport import PullTransport
 from harness.weights.sync import WeightSync
 from harness.weights.verification.perturb import perturb
-from harness.weights.verification.readback import read_back
 from harness.weights.verification.refusals import refuse
 
 
@@ -50,7 +50,7 @@ class SyncJob:
         """Sync by each transport; return the verdict. A collective call of all ranks."""
         disable_progress_bar()
         run.events.say(f"imported torch and transformers; run directory {run.folder}")
-        weights = replace(run.config.weights, verify="off" if self.bench else run.config.weights.verify)
+        weights = replace(run.config.weights, verify=not self.bench and run.config.weights.verify)
         asked = [replace(weights, transport=name) for name in self.transports or (weights.transport,)]
         facts = Facts(device=run.world.device_type, environment=os.environ, sglang=engine_facts(sglang_api.probe()))
         resolved = [resolve(replace(run.config, weights=each), facts, SYNC_SECTIONS).config for each in asked]

@@ -49,6 +49,8 @@ class LoadCoverage:
     """The sizes in the config of the engine's model, which may explain these zeros."""
     derives: bool = False
     """The loader ends with post_load_weights, which derives tensors from what was copied."""
+    not_renewed: list[str] = field(default_factory=list)
+    """The engine's tensors that its first load derived of weights, and that a load does not derive again."""
     derived_over: list[str] = field(default_factory=list)
     """Those of `computing` that post_load_weights changes in place: only both together can be done again."""
     missing: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from harness.weights.tensor_view import TensorView, span
 from harness.weights.traced.alike_groups import AlikeGroups
 from harness.weights.traced.coverage import LoadCoverage, LoaderCopy, excuse
 from harness.weights.traced.loader_trace import Copy, GroupTrace, trace_loader
-from harness.weights.traced.model_state import derived_tensors, model_tensors, sent_parameters
+from harness.weights.traced.model_state import DERIVED, derived_tensors, model_tensors, sent_parameters
 from harness.weights.traced.undo import UndoneWrites, address, storage
 from harness.weights.traced.written_twice import written_twice
 from harness.weights.zero_padding import ModelSizes
@@ -223,6 +223,12 @@ class LoaderTrace:
             elements[parameter.dtype] += parameter.numel()
         found = LoadCoverage(rank=dist.get_rank(), dtype=elements.most_common(1)[0][0], derives=self.derives)
         found.only_once = self.only_once
+        # The loader cannot be asked whether it derives what it has stopped to: the tensors that are there tell.
+        found.not_renewed = [
+            f"{name} (of {DERIVED[name.rpartition('.')[2]]})"
+            for name in derived_tensors(self.model)
+            if name.rpartition(".")[2] in DERIVED and name not in self.derived
+        ]
         if any(traced.zeros for traced in self.traces):
             found.sizes = ModelSizes.of(self.model)
         name_of = self._names()

@@ -1,8 +1,7 @@
-"""How a check ends the run: one exception for each thing that can be shown, and the sentence that names the tensors."""
+"""How a check ends the run: one exception for each thing that can be shown."""
 
 from collections.abc import Sequence
 
-from harness.rollout.served_models import DRAFT, STALE_DRAFT
 from harness.weights.presync_checks import first_of
 
 
@@ -11,7 +10,9 @@ class WeightsDidNotArrive(RuntimeError):
 
 
 class WrongRoutingRecord(RuntimeError):
-    """The experts that the engine says tokens took are not those that it computed with."""
+    """The experts that the engine says tokens took are not those that engine, or a replay in the trainer, computed
+    with.
+    """
 
 
 class NoBaseline(RuntimeError):
@@ -21,11 +22,6 @@ class NoBaseline(RuntimeError):
 
 
 def refuse(wrong: Sequence[str], sentence: str) -> None:
-    """Raise WeightsDidNotArrive if anything is wrong.
-
-    It names the known failure if only the engine's draft model is.
-    """
+    """Raise WeightsDidNotArrive, with this sentence before it, if anything is wrong."""
     if wrong:
-        if all(each.startswith((f"{DRAFT}:", f"{DRAFT}.")) for each in wrong):
-            sentence += f", in its {DRAFT} model alone ({STALE_DRAFT})"
         raise WeightsDidNotArrive(f"{sentence}: {first_of(wrong)}")

@@ -41,7 +41,7 @@ FAILED = RunEnd(
     error="MyError: a 'quoted'\nmessage", traceback=("Traceback:", '  File "/a/b/c.py", line 1, in f', "MyError"),
 )  # fmt: skip
 LOST = RunEnd(
-    code=1, verdict=("FIRST FAILURE: x",), kind="exception", ranks=(0,), phase="find_suspects", step=0,
+    code=1, verdict=("FIRST FAILURE: x",), kind="exception", ranks=(0,), phase="verify_log_probs", step=0,
     error="WeightsDidNotArrive: step 0: off by 8.68e-01 in the mean; largest 3.94e+00; engine tensors that differ from the"
     " trainer's: model.layers.1.mlp.gate_up_proj.weight (model.layers.1.mlp.gate_proj.weight,"
     " model.layers.1.mlp.up_proj.weight); model.norm.weight; and 3 more",
@@ -98,7 +98,7 @@ def test_every_config_on_both_devices_with_and_without_a_failure_is_a_clean_shor
         ("--model.name", "deepseek_v3"),
         ("--model.name", "moonlight", "--weights.transport", "bucket"),
         ("--model.name", "qwen3_moe", "--weights.transport", "disk"),
-        ("--weights.verify", "off", "--run.phase_timeouts.sync", "5"),
+        ("--weights.verify", "false", "--run.phase_timeouts.sync", "5"),
         ("--parallel.tp", "2", "--parallel.pp", "2"),
         ("--model.name", "some/model"),
     ],

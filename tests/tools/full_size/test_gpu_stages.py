@@ -64,7 +64,6 @@ def test_float32_masters_cost_what_they_are_and_the_config_still_fits() -> None:
         ("--weights.transport disk", {"sync: bucket gathered": 1}),
         ("--weights.transport distributed --parallel.colocate false", {"sync: bucket gathered": 1}),
         ("--weights.transport pull", {}),
-        ("--weights.transport pull --weights.verify full", {}),
     ],
 )
 def test_a_transport_holds_its_buckets_during_the_sync_alone_and_a_pull_none(words: str, held: dict[str, int]) -> None:

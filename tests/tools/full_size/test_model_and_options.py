@@ -31,7 +31,7 @@ advantage = "grpo"
 kl_placement = "none"
 [weights]
 transport = "{transport}"
-verify = "off"
+verify = false
 """
 
 

@@ -18,7 +18,7 @@ from harness.tools.full_size.sync_plan import Rates, SyncPlan
 from tests.end_to_end.launching import REPOSITORY, Job
 from tests.weights.fp8_on_two_ranks import OVERRIDES
 
-PULL = ["--weights.transport", "pull", "--weights.verify", "off", "--model.weights", "random"]
+PULL = ["--weights.transport", "pull", "--weights.verify", "false", "--model.weights", "random"]
 ITEMSIZE = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
 CPU = ["configs/cpu/quickstart.toml", "--engine.device", "cpu", *PULL]
 

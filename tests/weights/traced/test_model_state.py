@@ -4,22 +4,6 @@ import torch
 from torch import nn
 
 from harness.weights.traced.model_state import reset_scales_of_kv_cache, synced_tensors
-from harness.weights.worker.compare_tensors import held_tensors
-
-
-def held_by(rank: int) -> dict[str, int]:
-    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
-    with torch.no_grad():
-        model.weight.fill_(rank)
-        model.bias.fill_(0)
-    model.register_buffer("scale", torch.tensor(3.0))
-    return held_tensors(model)
-
-
-def test_schedulers_say_what_they_hold() -> None:
-    first, second = held_by(0), held_by(1)
-    assert first.keys() == {"weight", "bias", "scale"}
-    assert {name for name in first if first[name] != second[name]} == {"weight"}
 
 
 class Attention(nn.Module):

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from harness.trainer.model import named_tensors
-from harness.weights.verification.computed import fingerprints_of_forward
-from harness.weights.verification.fingerprint import as_computed, tensor_sums
+from harness.weights.verification.trainer_sums import as_computed, forward_sums, tensor_sums
 from tests.cluster.gloo import on_ranks
 
 
@@ -41,7 +40,7 @@ def _wrong(rank: int, dtype: torch.dtype, stale: bool) -> set[str]:
         model.layers[1].register_forward_pre_hook(
             lambda module, _: module.weight.data.copy_(torch.zeros_like(module.weight))
         )
-    with torch.no_grad(), fingerprints_of_forward(model) as computed:
+    with torch.no_grad(), forward_sums(model) as computed:
         model(torch.arange(9))
     assert set(computed) == set(held)
     return {name for name, found in computed.items() if found != held[name]}

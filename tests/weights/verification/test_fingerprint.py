@@ -1,6 +1,7 @@
 """Fingerprints of what an engine holds against the trainer's; the engine is a small model in this process."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.trainer.offload import local
+from harness.weights.loader import EngineLoader
 from harness.weights.traced import model_state as fingerprint
 from harness.weights.traced.model_state import BASE, INTEGER, weighted_sum
-from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
+from harness.weights.verification.comparison import FingerprintComparison, compare_fingerprints
 from tests.weights.toy_model import SHAPES, Toy, ToySync, layout_of, live_name, live_of, sent, sync_to
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -99,6 +101,20 @@ def test_one_stale_element_names_its_tensor_alone(name: str) -> None:
     sync.update_engine()
     local(sync.tensors[live_name(name)]).view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
     assert compare(sync).wrong == (name,)
+
+
+@pytest.mark.parametrize("off", [1, -1])
+def test_ranks_that_hold_the_same_elements_must_hold_the_same_values(off: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of them is right, and whatever the sum over all of them says."""
+    sync = sync_of()
+    sync.update_engine()
+    held = sync.loader.fingerprints()[0]
+    sync.loader.coverage = (sync.loader.coverage[0], replace(sync.loader.coverage[0], rank=1))
+    number = next(n for n, group in enumerate(sync.loader.groups) if group.views[0].name == "down")
+    monkeypatch.setattr(
+        EngineLoader, "fingerprints", lambda _: {0: held, 1: held | {f"{number}/0": held[f"{number}/0"] + off}}
+    )
+    assert "down" in compare(sync).wrong
 
 
 def test_garbage_in_padding_is_caught() -> None:

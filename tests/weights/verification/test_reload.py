@@ -5,8 +5,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from harness.weights.verification.fingerprint import compare_fingerprints
-from harness.weights.verification.reload import ReloadFindings, load_again
+from harness.weights.verification.comparison import ReloadFindings, compare_fingerprints, load_again
 from tests.weights.toy_model import SHAPES, Toy, ToySync, layout_of, live_name, live_of, sent, sync_to
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from harness.config.precision import EnginePrecision
-from harness.weights.verification.routing_record import wrong_routing_record
+from harness.trainer.actor import OldLogProbs
+from harness.weights.verification.log_prob_checks import wrong_routing_record
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -12,12 +13,15 @@ OWN = torch.full((2, 8), -1.0)
 MASK = torch.ones(2, 8)
 
 
-def judged(precision: EnginePrecision, engine_apart: float, replay_apart: float, differing: bool) -> str:
+def judged(
+    precision: EnginePrecision, engine_apart: float, replay_apart: float, differing: bool, replays: bool = False
+) -> str:
     """What is said if one token in eight has another expert by the record, and log-probs are this far from the
     trainer's own."""
     named = torch.zeros(2, 8)
     named[:, 0] = differing
-    return wrong_routing_record(precision, OWN - engine_apart, OWN, OWN - replay_apart, named, MASK)
+    old = OldLogProbs(log_probs=OWN - replay_apart, entropy=OWN, own=OWN, differing=named)
+    return wrong_routing_record(precision, OWN - engine_apart, old, MASK, replays=replays)
 
 
 def test_a_record_of_other_experts_with_the_same_log_probs_is_wrong_in_float32() -> None:
@@ -29,6 +33,13 @@ def test_a_record_of_other_experts_with_the_same_log_probs_is_wrong_in_float32()
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_replay_that_takes_the_trainer_away_from_the_engine_is_of_a_wrong_record(precision: EnginePrecision) -> None:
     assert "routing replay" in judged(precision, 4e-7, 0.4, False)
+
+
+def test_a_replay_that_moves_nothing_though_experts_differ_has_not_replayed() -> None:
+    assert "nothing was replayed" in judged("bfloat16", 0.02, 0.0, True, replays=True)
+    assert (
+        judged("bfloat16", 0.02, 0.01, True, replays=True) == judged("bfloat16", 0.02, 0.0, False, replays=True) == ""
+    )
 
 
 @pytest.mark.parametrize(

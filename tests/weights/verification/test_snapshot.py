@@ -5,19 +5,20 @@ import torch
 
 from harness.weights.loader import EngineLoader
 from harness.weights.traced.coverage import LoadCoverage, LoaderCopy
-from harness.weights.verification.snapshot import changed_tensors, describe_tensor, snapshot_weights
+from harness.weights.verification.comparison import changed_since, describe_tensor
+from harness.weights.worker.kept_trace import held_tensors
 from tests.weights.toy_model import SHAPES, Toy, layout_of, live_of, sent, sync_to, view_of
 
 
 def test_what_changed_in_the_engine_is_named_with_its_checkpoint_tensors(alone: None) -> None:
     sync = sync_to(Toy(), live_of(sent(1)), layout_of(SHAPES))
     sync.loader.trace()
-    before = snapshot_weights(sync.engine)
-    assert changed_tensors(sync.loader, before) == []
+    before = sync.engine.ask(held_tensors)
+    assert changed_since(before, sync.loader) == []
     sync.model.qkv.data[0, 0] += 1
     sync.model.scale += 1
     sync.model.register_buffer("alias_made_later", torch.ones(1))
-    assert changed_tensors(sync.loader, before) == ["qkv (q, k, v)", "scale"]
+    assert changed_since(before, sync.loader) == ["qkv (q, k, v)", "scale"]
 
 
 ATTENTION = [f"l.0.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")]

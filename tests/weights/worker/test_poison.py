@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.weights.verification.fingerprint import compare_fingerprints
-from harness.weights.verification.reload import load_again
-from harness.weights.worker.poison import VALUES, poison_value
+from harness.weights.verification.comparison import compare_fingerprints, load_again
+from harness.weights.worker.kept_trace import VALUES, poison_value
 from tests.weights.toy_model import SHAPES, Toy, ToySync, layout_of, live_of, same, sent, sync_to
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -75,7 +74,7 @@ def test_only_what_a_sync_fills_is_overwritten_and_a_right_sync_leaves_no_trace(
     sync.update_engine()
     healthy.update_engine()
     before = {name: each.clone() for name, each in model.values().items()}
-    assert sync.loader.poison(1) == []
+    assert sync.loader.poison(1)[0].left == ()
     for name, each in model.values().items():
         untouched = name in ("spare", "order", "rotary")
         assert torch.equal(each, before[name]) == untouched, name
@@ -88,7 +87,7 @@ def test_an_index_stays_as_it_is_and_is_named() -> None:
     model = Serving()
     sync = sync_of(model, order=torch.tensor([2, 0, 1, 3]))
     sync.update_engine()
-    assert sync.loader.poison(0) == ["order"]
+    assert sync.loader.poison(0)[0].left == ("order",)
     assert model.order.tolist() == [2, 0, 1, 3]
 
 
