@@ -16,7 +16,7 @@ def use() -> None:
 
     Without a GPU, have it find this checkout's stand-ins too (harness/runtime/cpu_standins.py).
 
-    From then on Ctrl-C and SIGTERM end the script with a sentence (harness/runtime/interrupts.py). Exit with 2 and one sentence if this Python is too old, or ignores PYTHONPATH.
+    From then on Ctrl-C and SIGTERM end the script with a sentence (harness/tools/interrupts.py). Exit with 2 and one sentence if this Python is too old, or ignores PYTHONPATH.
     """
     if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is may run this
         found = ".".join(map(str, sys.version_info[:3]))
@@ -40,8 +40,8 @@ def use() -> None:
 
 
 def _end_well() -> None:
-    from harness.runtime import interrupts
     from harness.runtime.installed import as_typed
+    from harness.tools import interrupts
 
     main = getattr(sys.modules["__main__"], "__file__", None)
     if not main or Path(main).resolve().parent != CHECKOUT / "launch":

@@ -19,11 +19,11 @@ _checkout.use()
 
 from harness.runtime import redact
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
-from harness.runtime.interrupts import become
 from harness.runtime.working import working
 from harness.tools import preflight
 from harness.tools.command_line import exit_with, read_command, refuse_numbers_of_ranks
 from harness.tools.environments import Unusable, ensure, made
+from harness.tools.interrupts import become
 
 TORCHRUN = "launch/torchrun.py"
 SCRIPT = "launch/ppo.py"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from harness.runtime import kernel_caches
+from harness.tools import kernel_caches
 
 # Programs that tests start import this checkout, whatever the environment's `import harness` finds.
 CHECKOUT = str(Path(__file__).resolve().parents[1])

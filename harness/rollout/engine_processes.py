@@ -7,6 +7,7 @@ thread watches the processes and reports the first death with its cause.
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,12 +25,16 @@ import psutil
 
 from harness.rollout.engine_errors import in_one_line
 from harness.runtime.processes import is_alive, wait_status
-from harness.runtime.tracebacks import first_cause, log_lines, tracebacks_in
 
 POLL_SECONDS = 0.5
 TAKEN = (signal.SIGTERM, signal.SIGQUIT)
 """Signals that SGLang sets handlers for: it ignores SIGTERM, and on SIGQUIT it SIGKILLs this process and its
 children."""
+_CRASHES = ("Fatal Python error: ", "terminate called after throwing an instance of ")
+_EXCEPTION = re.compile(
+    r"(?:(?:[A-Za-z_]\w*\.)+[A-Z]\w*|[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Expired|Failed|Gone|Iteration))(?::.*)?"
+)
+"""Not "Loading: 50%", which another process may have written in between."""
 ENDING_SIGNALS = ("SIGKILL", "SIGTERM")
 """Sent from outside. The process logs no error of its own; an error in the shared log is a consequence."""
 
@@ -89,8 +94,30 @@ class EngineLog:
 
     def _error(self) -> str:
         log = self.path.read_bytes()[self.survived :].decode(errors="replace")
-        found = first_cause(tracebacks_in(log_lines(log)))
-        return found.exception if found else ""
+        return first_error(log)
+
+
+def first_error(log: str) -> str:
+    """Return the line that names the first error in an engine's log: an exception, or a crash below Python. "" if none.
+
+    Python ignores an exception in a destructor ("Exception ignored in"), and multiprocessing's resource tracker goes on
+    after its KeyError: neither has ended a process.
+    """
+    is_open, is_ignored, frame = False, False, ""
+    for line in log.splitlines():
+        if line.startswith(_CRASHES):
+            return line
+        if "Exception ignored in" in line:
+            is_ignored = True
+        elif "Traceback (most recent call last)" in line:
+            is_open, frame = True, ""
+        elif is_open and line.startswith('  File "'):
+            frame = line
+        elif _EXCEPTION.fullmatch(line):
+            if is_open and not is_ignored and "resource_tracker.py" not in frame:
+                return line
+            is_open = is_ignored = False
+    return ""
 
 
 def ending_signal(child: BaseProcess | None) -> str:

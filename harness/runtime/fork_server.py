@@ -375,7 +375,7 @@ def _prepare_titles() -> None:
     replace.
 
     Without SPT_NOENV titles would take the environment's place, by which a process is found that belongs to a run
-    (processes.with_variable).
+    (run_tree.with_variable).
     """
     with suppress(ModuleNotFoundError), patch.dict(os.environ, SPT_NOENV="1"):
         importlib.import_module("setproctitle").getproctitle()

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from harness.runtime.installed import COMMANDS, PROGRAM
-from harness.runtime.interrupts import become
 from harness.tools.environments import REPOSITORY
+from harness.tools.interrupts import become
 
 SCRIPTS = {name: REPOSITORY / "launch" / f"{script}.py" for name, script in COMMANDS.items()}
 

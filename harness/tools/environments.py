@@ -89,7 +89,7 @@ def restart_in_environment() -> None:
     """Start this process again with the environment's Python; return if there is none, or if it runs already."""
     python = made()
     if python is not None and python != Path(sys.executable):
-        from harness.runtime.interrupts import become  # not above: this file also runs as a script
+        from harness.tools.interrupts import become  # not above: this file also runs as a script
 
         become([str(python), *sys.argv])
 

@@ -20,9 +20,9 @@ from typing import Any
 from harness.config.run_folder import EVENTS
 from harness.runtime import launch_folder, redact
 from harness.runtime.errors import MISTAKE, say
-from harness.runtime.interrupts import TAKEN, Interrupted, say_interrupted
 from harness.runtime.phases import RUN, phase_of_step
 from harness.runtime.working import Work, working
+from harness.tools.interrupts import TAKEN, Interrupted, say_interrupted
 
 WATCHDOG_SECONDS = 25.0
 """How long to wait for the watchdog to kill leftover processes and write the reports."""

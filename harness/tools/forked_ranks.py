@@ -18,10 +18,9 @@ from unittest.mock import patch
 
 from harness.config.layers import ConfigError
 from harness.rollout.early_start import CPU_MODULES, ENGINE_MODULES, expected_node, start_early
-from harness.runtime import kernel_caches
 from harness.runtime.cpu_standins import no_gpu
 from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, as_written
-from harness.tools import folded_torchrun
+from harness.tools import folded_torchrun, kernel_caches
 from harness.tools.command_line import parse
 from harness.tools.environments import REPOSITORY
 

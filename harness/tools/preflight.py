@@ -34,7 +34,6 @@ from harness.config.schema import Config, named_paths
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api import source
 from harness.rollout.sglang_api.engine_facts import engine_facts
-from harness.rollout.sglang_api.unasked_code import unasked_code
 from harness.runtime.cpu_standins import no_gpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.data import Row, file_of, is_hub_id, load_rows
@@ -42,6 +41,7 @@ from harness.task.rewards import is_reward
 from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools import environments
 from harness.tools.command_line import read_command
+from harness.tools.models_code import unasked_code
 from harness.tools.rewards.more_rewards import check_math_verify, check_reward
 from harness.tools.rewards.own_reward import is_of_module
 from harness.tools.trackers.trackers import check_trackers

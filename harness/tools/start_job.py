@@ -7,11 +7,10 @@ from contextlib import nullcontext
 from harness.config.resolve import SECTIONS, resolve
 from harness.observer import RunContext
 from harness.rollout.early_start import start_early
-from harness.runtime import kernel_caches
 from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.fork_server import ForkServer, collecting_nothing
 from harness.runtime.working import working
-from harness.tools import preflight
+from harness.tools import kernel_caches, preflight
 from harness.tools.command_line import Command
 
 

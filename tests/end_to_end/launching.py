@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import psutil
 
-from harness.runtime.processes import die_with_parent, is_alive
+from harness.runtime.processes import is_alive
 from harness.tools.repro.local_ranks import free_port
+from harness.tools.run_tree import die_with_parent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "HARNESS_TEST_JOB"

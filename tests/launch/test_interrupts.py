@@ -110,7 +110,8 @@ def test_a_run_says_which_phase_was_interrupted_and_where_its_folder_is(
 
 
 FORKING = """
-from harness.runtime import interrupts, working
+from harness.runtime import working
+from harness.tools import interrupts
 interrupts.end_by_sentence("the program")
 import os, sys, tempfile, time
 with tempfile.TemporaryDirectory(), working.working("the work"):

@@ -226,6 +226,30 @@ def test_an_error_before_the_last_answer_was_survived(log: EngineLog) -> None:
     assert log.death("scheduler", 7, "SIGKILL").startswith("engine process scheduler (pid 7) died of SIGKILL (whole")
 
 
+IGNORED = "Exception ignored in: <function X.__del__>\n"
+TRACKER = TRACEBACK.replace("x.py", "multiprocessing/resource_tracker.py").replace("ValueError", "KeyError")
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        ("Loading: 50%\n", ""),
+        (f"[2026-11-20 22:04:42 TP1] Scheduler hit an exception: {TRACEBACK}", "ValueError: of a scheduler"),
+        (TRACEBACK.replace("ValueError", "Loading: 50%\nsafetensors._rust.SafetensorError"),
+         "safetensors._rust.SafetensorError: of a scheduler"),
+        (f"{TRACEBACK}\nDuring handling of the above exception, another exception occurred:\n\n"
+         f"{TRACEBACK.replace('ValueError', 'RuntimeError')}", "ValueError: of a scheduler"),
+        (IGNORED + TRACEBACK, ""),
+        (f"{IGNORED}BrokenPipeError: [Errno 32]\n{TRACEBACK}", "ValueError: of a scheduler"),
+        (TRACKER, ""),
+        (f"{TRACKER}Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n",
+         "Fatal Python error: Segmentation fault"),
+    ],
+)  # fmt: skip
+def test_the_first_error_of_a_log_is_the_cause(log: str, error: str) -> None:
+    assert engine_processes.first_error(log) == error
+
+
 POLICIES = [uvloop.EventLoopPolicy, asyncio.DefaultEventLoopPolicy]
 
 

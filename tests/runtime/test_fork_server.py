@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from harness.runtime.fork_server import HANDED_OVER, ForkServer, ServerGone, Task, as_written
-from harness.runtime.processes import is_alive, with_variable
+from harness.runtime.processes import is_alive
+from harness.tools.run_tree import with_variable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASKS = "tests.runtime.forked_tasks"

@@ -18,7 +18,6 @@ import pytest
 
 from harness.runtime import processes
 from harness.runtime.processes import descendants, end_processes, is_alive, shared_memory_files
-from tests.tools.watchdog.hosts import LINUX
 
 # Maps a file in /dev/shm, as a scheduler does, and has no resource tracker that would clean up after it.
 HOLDER = """
@@ -232,22 +231,3 @@ def test_after_the_clock_was_set_nobodys_file_is_removed(monkeypatch: pytest.Mon
         assert file.exists() and not process.is_running()
     finally:
         file.unlink()
-
-
-@pytest.mark.skipif(LINUX < (6, 15), reason="this kernel forgets how a process ended once its parent has waited for it")
-@pytest.mark.parametrize(
-    ("code", "status"), [(SLEEPER, signal.SIGTERM), ("raise SystemExit(7)", 7 << 8)], ids=["a_signal", "an_exit_code"]
-)
-def test_the_kernel_tells_how_a_process_ended_that_its_parent_has_waited_for(code: str, status: int) -> None:
-    with python(code) as process:
-        descriptor = os.pidfd_open(process.pid)
-        assert processes.status_after_reaping(descriptor) is None
-        if code == SLEEPER:
-            process.terminate()
-        select.select([descriptor], [], [])
-        assert processes.status_after_reaping(descriptor) is None  # a zombie, of which /proc still tells
-        assert processes.wait_status(process.pid) == status
-        process.wait()
-        assert processes.wait_status(process.pid) is None
-        assert processes.status_after_reaping(descriptor) == status
-        os.close(descriptor)

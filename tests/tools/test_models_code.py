@@ -16,10 +16,10 @@ from harness.inputs import load_tokenizer
 from harness.rollout.defaults import without_models_code
 from harness.rollout.sglang_api import source
 from harness.rollout.sglang_api.probe import model_classes
-from harness.rollout.sglang_api.unasked_code import unasked_code
 from harness.task.tiny_models import save_tiny_model
 from harness.tools import preflight
 from harness.tools.command_line import parse
+from harness.tools.models_code import unasked_code
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY
 from tests.tools.test_preflight import NO_TENSORS
 

@@ -145,7 +145,7 @@ def engine_model_of(name: str, folder: Path) -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    from harness.rollout.sglang_api.absent_hardware import AssumedGpu, shapes_of_gpu
+    from harness.tools.engine_class.absent_hardware import AssumedGpu, shapes_of_gpu
 
     arguments = ServerArgs(
         model_path=str(folder),
@@ -264,7 +264,7 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     import sglang
 
-    from harness.rollout.sglang_api.absent_hardware import define_kernels
+    from harness.tools.engine_class.absent_hardware import define_kernels
 
     define_kernels(Path(sglang.__file__).parent / "srt" / "models")
     import sglang.srt.managers.scheduler

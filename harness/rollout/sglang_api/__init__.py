@@ -1,4 +1,4 @@
-"""Everything that touches sglang. No other package of the harness imports it, and this one only inside functions."""
+"""Everything of the reference that touches sglang, imported inside functions only."""
 # ruff: noqa: F401
 
 from harness.rollout.sglang_api.engine_calls import (

@@ -18,7 +18,6 @@ from packaging.utils import canonicalize_name
 
 from harness.rollout.cpu_mode import without_cpu_mode
 from harness.runtime import redact
-from harness.runtime.tracebacks import Traceback
 from harness.tools.bisection.candidates import Candidate, git, git_lines, labels
 from harness.tools.bisection.confidence import CONFIDENCE, confidence, failure_rate, is_sure
 from harness.tools.bisection.failure_causes import (
@@ -42,6 +41,7 @@ from harness.tools.bisection.question import SCRIPT, WrongQuestion, command_of, 
 from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate
 from harness.tools.bisection.state import Attempt, Record, State
 from harness.tools.diagnose.log_lines import lines_of
+from harness.tools.diagnose.tracebacks import Traceback
 from harness.tools.environments import has_gpu, uv_environment
 
 Outcome = Literal["not run", "confirmed", "flaky", "another cause", "another failure"]

@@ -12,7 +12,6 @@ from signal import SIGKILL, Signals
 from packaging.utils import canonicalize_name
 
 from harness.runtime.errors import CANNOT_RUN_HERE
-from harness.runtime.processes import SupervisorKilled, run_tree
 from harness.runtime.working import working
 from harness.tools.bisection.failure_causes import find_failure, shorten
 from harness.tools.bisection.installation import Environment, module_of
@@ -21,6 +20,7 @@ from harness.tools.bisection.search import Verdict
 from harness.tools.bisection.state import FOLDER_MODE, Attempt
 from harness.tools.diagnose.entries import catalogue
 from harness.tools.diagnose.log_lines import lines_of
+from harness.tools.run_tree import SupervisorKilled, run_tree
 
 _EXIT_CODE = re.compile(r"\s*exitcode\s*:\s*(-?\d+)\b")
 FIRST_STOPPING_CODE = 128

@@ -7,11 +7,11 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.runtime.tracebacks import Frame, Traceback, tracebacks_in
 from harness.tools.bisection.installation import module_of
 from harness.tools.bisection.state import Attempt, Failure
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.log_lines import lines_of, log_files
+from harness.tools.diagnose.tracebacks import Frame, Traceback, tracebacks_in
 
 _LONGEST = 240
 _NEAR_LINES = 5

@@ -28,7 +28,6 @@ from harness.rollout.cpu_mode import cpu_environment, without_cpu_mode
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.installed import INSTALLED
-from harness.runtime.processes import run_tree
 from harness.tools.bisection.candidates import (
     Candidate,
     export_commit,
@@ -40,6 +39,7 @@ from harness.tools.bisection.candidates import (
 )
 from harness.tools.bisection.question import Options, Pause, Question, WrongQuestion, is_of_this_repository
 from harness.tools.environments import REPOSITORY, cpu_torch, start_in_cpu_mode, uv_environment
+from harness.tools.run_tree import run_tree
 
 _FREEZE = """
 import importlib.metadata as m, json, re

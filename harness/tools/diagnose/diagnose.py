@@ -33,11 +33,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from harness.runtime.tracebacks import Frame, LogLine
 from harness.tools.diagnose.entries import OF_SGLANG, CatalogueEntry, Pattern, Role, Signature, catalogue, surroundings
 from harness.tools.diagnose.log_lines import is_of_a_run
 from harness.tools.diagnose.stamps import has_zone, seconds_of
 from harness.tools.diagnose.symptoms import IS_HANDLED, LAST_LINES, MILD, NEAR_LINES, LogFacts, Symptom, read_facts
+from harness.tools.diagnose.tracebacks import Frame, LogLine
 
 Confidence = Literal["low", "medium", "high"]
 

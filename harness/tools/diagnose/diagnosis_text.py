@@ -4,9 +4,9 @@ import json
 import textwrap
 from typing import Any
 
-from harness.runtime.tracebacks import LogLine
 from harness.tools.diagnose.diagnose import CatalogueMatch, Diagnosis
 from harness.tools.diagnose.entries import Affected, CatalogueEntry, surroundings
+from harness.tools.diagnose.tracebacks import LogLine
 
 WIDTH = 110
 LONGEST = 300  # characters of a log's line that are shown

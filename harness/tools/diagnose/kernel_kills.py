@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from harness.runtime.tracebacks import LogLine
 from harness.tools.diagnose.entries import surroundings
+from harness.tools.diagnose.tracebacks import LogLine
 
 VICTIM = re.compile(
     r"Kill(?:ed)? process (?P<pid>\d+),? \((?P<name>[^)]{0,64})\)|reaped process (?P<reaped>\d+) \((?P<of>[^)]{0,64})\)"

@@ -11,7 +11,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import IO, Any, cast
 
-from harness.runtime.tracebacks import LogLine, log_line, without_colours
+from harness.tools.diagnose.tracebacks import LogLine, log_line, without_colours
 
 STDIN = "-"
 GZIP = b"\x1f\x8b"

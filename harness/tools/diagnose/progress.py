@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
-from harness.runtime.tracebacks import LogLine
 from harness.tools.diagnose.stamps import is_after
+from harness.tools.diagnose.tracebacks import LogLine
 
 STEPS_AFTER = 2
 """So many steps after a failure show that the run survived it."""

@@ -3,7 +3,7 @@
 import re
 from datetime import datetime
 
-from harness.runtime.tracebacks import LogLine
+from harness.tools.diagnose.tracebacks import LogLine
 
 _STAMP = re.compile(r"(\d{4}[-/]\d\d[-/]\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z\b|[-+][01]\d:?\d\d\b)?")
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
-from harness.runtime.tracebacks import HEADER, LogLine, Traceback, TracebackReader, log_line
 from harness.tools.diagnose.entries import TABLE, Pattern, catalogue, surroundings
 from harness.tools.diagnose.kernel_kills import VICTIM, deaths_of_others
 from harness.tools.diagnose.log_lines import raw_lines
 from harness.tools.diagnose.progress import LONGEST_STEP, WORDS_OF_PROGRESS, Progress
+from harness.tools.diagnose.tracebacks import HEADER, LogLine, Traceback, TracebackReader, log_line
 
 Kind = Literal["exception", "crash", "complaint", "line"]
 """How a symptom looks: an exception, a death below Python, an error line, or a line that only the catalogue knows."""

@@ -22,15 +22,15 @@ from harness.config.engine_rules import code_rules
 from harness.config.facts import Facts
 from harness.config.resolve import sentence
 from harness.rollout.defaults import engine_defaults, without_models_code
-from harness.rollout.sglang_api.unasked_code import unasked_code
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
-from harness.runtime.tracebacks import log_lines, tracebacks_in
 from harness.task.tiny_models import is_tiny, tiny_fields
 from harness.tools.diagnose.log_lines import INJECTED
 from harness.tools.diagnose.symptoms import packages_of
+from harness.tools.diagnose.tracebacks import log_lines, tracebacks_in
 from harness.tools.environments import REPOSITORY
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
+from harness.tools.models_code import unasked_code
 
 MINIMAL = REPOSITORY / "launch" / "minimal.py"
 """The program whose functions a file has."""

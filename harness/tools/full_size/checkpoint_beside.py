@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.weights.checkpoint_headers import read_headers
+from harness.tools.engine_class.checkpoint_headers import read_headers
 from harness.weights.tensor_view import TensorView, without_numbers
 
 TABLE = re.compile(r"rotary_emb\.inv_freq")

@@ -54,7 +54,7 @@ def _answer(work: Work, name: str, options: Options, question: Question, export:
     print("importing SGLang's class of this model, and transformers'", flush=True)
     with working("importing torch, transformers and SGLang", importing=True), collecting_nothing():
         prepare_import(question.folder, question.has_draft)
-        from harness.rollout.sglang_api import meta_model
+        from harness.tools.engine_class import meta_model
         from harness.tools.full_size.model_verdict import SHOWN, find_answer
 
         meta_model.import_all(question.folder)
@@ -78,7 +78,7 @@ def prepare_import(folder: Path, draft: bool = False) -> None:
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what SGLang asks of a GPU is answered for one that is not there
     cpu_standins.activate()
-    from harness.rollout.sglang_api import meta_model
+    from harness.tools.engine_class import meta_model
 
     meta_model.prepare_import(folder, draft=draft)
     warnings.filterwarnings("ignore")

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config.layers import ConfigError
-from harness.tools.user_sender import FUNCTION, words_of, yielded_by
-from harness.weights.checkpoint_headers import (
+from harness.tools.engine_class.checkpoint_headers import (
     Stored,
     check_whole_model,
     read_header,
@@ -20,6 +19,7 @@ from harness.weights.checkpoint_headers import (
     read_index,
     read_json,
 )
+from harness.tools.user_sender import FUNCTION, words_of, yielded_by
 
 if TYPE_CHECKING:
     from harness.weights.tensor_view import TensorView

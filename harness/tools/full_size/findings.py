@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from harness.config.engine_rules import OF_MANY_RANKS
-from harness.rollout.sglang_api.absent_hardware import tells_what_is_absent
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.engine_class.absent_hardware import tells_what_is_absent
 from harness.tools.full_size.ranks_at_true_size import (
     EngineRank,
     EngineShape,

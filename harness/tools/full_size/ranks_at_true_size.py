@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from harness.config.model_fields import WEIGHT_INDEX
-from harness.rollout.sglang_api import meta_model
-from harness.rollout.sglang_api.absent_hardware import AssumedGpu, is_for_hardware
-from harness.rollout.sglang_api.meta_kv_cache import KvCache
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.engine_class import meta_model
+from harness.tools.engine_class.absent_hardware import AssumedGpu, is_for_hardware
+from harness.tools.engine_class.meta_kv_cache import KvCache
 from harness.tools.full_size.forks import ForkEnded, Told, in_forks
 from harness.tools.full_size.ranks_in_line import RanksInLine
 from harness.weights.fusing import FusingGroup

@@ -19,8 +19,6 @@ from pathlib import Path
 import msgspec
 
 from harness.runtime.errors import MISTAKE
-from harness.runtime.interrupts import say_interrupted
-from harness.runtime.processes import adopt_orphans, kill_descendants
 from harness.tools.hosts import kernel
 from harness.tools.hosts.host import APART, GO, KILL, MESSAGE_BYTES, UP, WIRED, HostSpec, exit_code
 from harness.tools.hosts.host_plan import (
@@ -33,6 +31,8 @@ from harness.tools.hosts.host_plan import (
     torchrun,
 )
 from harness.tools.hosts.phase_gate import PhaseServer
+from harness.tools.interrupts import say_interrupted
+from harness.tools.run_tree import adopt_orphans, kill_descendants
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 POLL_SECONDS = 0.2

@@ -19,9 +19,10 @@ from pathlib import Path
 import msgspec
 
 from harness.runtime.files import is_own_folder
-from harness.runtime.processes import adopt_orphans, descendants, die_with_parent, kill_descendants, name_and_pid, reap
+from harness.runtime.processes import descendants
 from harness.tools.hosts import kernel
 from harness.tools.hosts.host_plan import HostPlan
+from harness.tools.run_tree import adopt_orphans, die_with_parent, kill_descendants, name_and_pid, reap
 
 POLL_SECONDS = 0.1
 LINGER_SECONDS = 2.0

@@ -23,13 +23,13 @@ from packaging.requirements import Requirement
 from harness.config.layers import ConfigError
 from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
 from harness.runtime.fork_server import ForkServer, ServerGone
-from harness.runtime.forked_tree import run_forked_tree
-from harness.runtime.processes import SupervisorKilled, run_tree
 from harness.runtime.working import working
 from harness.tools.full_size.compare import environment_of
 from harness.tools.hosts import kernel
 from harness.tools.repro import cases, shared_imports
 from harness.tools.repro.case import CANNOT, GPUS, Case, Variant
+from harness.tools.repro.forked_tree import run_forked_tree
+from harness.tools.run_tree import SupervisorKilled, run_tree
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

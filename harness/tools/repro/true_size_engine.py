@@ -75,7 +75,7 @@ def import_sglang(folder: Path, draft: bool = False) -> None:
     from harness.tools.full_size.command import prepare_import
 
     prepare_import(folder, draft)
-    from harness.rollout.sglang_api import meta_model
+    from harness.tools.engine_class import meta_model
 
     meta_model.import_all(folder)
 

@@ -46,7 +46,7 @@ def run(options: Options, words: Sequence[str]) -> int:
         return _with_release(server.release, words)
     with working("importing torch and SGLang's class of this model", importing=True), collecting_nothing():
         prepare_import(folder, any(each.role != TARGET for each in server.ranks))
-        from harness.rollout.sglang_api import meta_model
+        from harness.tools.engine_class import meta_model
         from harness.tools.verify.examination import examine
 
         meta_model.import_all(folder)

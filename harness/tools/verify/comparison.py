@@ -9,11 +9,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from harness.runtime.working import working
+from harness.tools.engine_class.checkpoint_headers import Stored
+from harness.tools.engine_class.held_tensors import HeldTensor
 from harness.tools.verify.rank_predictions import TARGET, RankPrediction
 from harness.tools.verify.server import ServerRank
 from harness.tools.verify.values import CheckpointReader, Recipe, digest
-from harness.weights.checkpoint_headers import Stored
-from harness.weights.traced.held_tensors import HeldTensor
 
 Engine = Mapping[tuple[str, int], RankPrediction]
 """(role, rank of the engine) -> what that model of that rank must hold."""

@@ -15,9 +15,9 @@ import torch
 from harness.config.model_rules import EXPERTS
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.working import working
+from harness.tools.engine_class.checkpoint_headers import Stored
 from harness.tools.verify.server import Answered, Server, generate
 from harness.trainer.losses import log_probs_from_logits
-from harness.weights.checkpoint_headers import Stored
 from harness.weights.log_probs import FACTOR, FLOOR, JUMPS
 
 LARGEST_BYTES = 2 << 30

@@ -19,6 +19,7 @@ from harness.rollout.sglang_api import probe
 from harness.rollout.sglang_api.source import installed
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.working import working
+from harness.tools.engine_class.checkpoint_headers import Stored, read_headers
 from harness.tools.full_size.compare import ranges
 from harness.tools.full_size.findings import KV_CACHE_SCALES
 from harness.tools.full_size.ranks_at_true_size import NO_LAYER, layer_of
@@ -31,7 +32,6 @@ from harness.tools.verify.rank_predictions import CannotPredict, EngineModels, l
 from harness.tools.verify.sender import write_checkpoint
 from harness.tools.verify.server import TARGET, Server, ServerRank
 from harness.tools.verify.verdict import Answer, Different
-from harness.weights.checkpoint_headers import Stored, read_headers
 
 DECIDING = (
     "tp_size", "pp_size", "ep_size", "dp_size", "enable_dp_attention", "enable_dp_lm_head", "moe_dense_tp_size", "moe_dp_size",

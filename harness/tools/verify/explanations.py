@@ -13,6 +13,8 @@ from itertools import chain
 
 import torch
 
+from harness.tools.engine_class.checkpoint_headers import Stored
+from harness.tools.engine_class.held_tensors import Place
 from harness.tools.full_size.compare import ranges
 from harness.tools.verify.comparison import Compared, Made
 from harness.tools.verify.mistakes import (
@@ -29,9 +31,7 @@ from harness.tools.verify.mistakes import (
     whole,
 )
 from harness.tools.verify.values import CheckpointReader, Recipe, Source, digest
-from harness.weights.checkpoint_headers import Stored
 from harness.weights.tensor_view import TensorView
-from harness.weights.traced.held_tensors import Place
 
 TENSOR_SECONDS, ALL_SECONDS = 60.0, 600.0
 """How long explanations of one tensor, and of all together, are tried."""

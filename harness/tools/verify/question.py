@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.layers import ConfigError
+from harness.tools.engine_class.checkpoint_headers import read_headers
 from harness.tools.preflight import check_index, check_safetensors
 from harness.tools.user_sender import FUNCTION
-from harness.weights.checkpoint_headers import read_headers
 
 SERVED = "give the weights of the model that it serves."
 """What to do about weights of another model than the server's."""

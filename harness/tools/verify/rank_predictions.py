@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from harness.rollout.sglang_api import meta_model
-from harness.rollout.sglang_api.absent_hardware import AssumedGpu
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.engine_class import meta_model
+from harness.tools.engine_class.absent_hardware import AssumedGpu
+from harness.tools.engine_class.checkpoint_headers import Stored
+from harness.tools.engine_class.held_tensors import HeldTensor, held_tensors, unfilled_tensors
 from harness.tools.full_size.forks import ForkEnded, Told, in_forks
 from harness.tools.full_size.ranks_at_true_size import NO_LAYER, Layers, at_layer, by_layer, kind_of, layer_of
-from harness.weights.checkpoint_headers import Stored
 from harness.weights.fusing import fusing_groups
 from harness.weights.tensor_view import TensorView
-from harness.weights.traced.held_tensors import HeldTensor, held_tensors, unfilled_tensors
 from harness.weights.traced.rank_trace import LoaderTrace
 
 TARGET, DRAFT = "target", "draft"

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.engine_class.checkpoint_headers import Stored
+from harness.tools.engine_class.held_tensors import HeldTensor
 from harness.tools.verify.hashes import hash_of
-from harness.weights.checkpoint_headers import Stored
 from harness.weights.regions import Cut, Region, regions
 from harness.weights.tensor_view import TensorView
-from harness.weights.traced.held_tensors import HeldTensor
 
 CHUNK_BYTES = 8 << 20
 """About how much of a tensor is put together at a time."""

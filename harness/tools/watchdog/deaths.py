@@ -1,7 +1,9 @@
 """How a process of this host that is not our child ended, and whether the kernel killed it for want of memory."""
 
+import fcntl
 import os
 import select
+import struct
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -10,9 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 
-from harness.runtime.processes import status_after_reaping, wait_status
+from harness.runtime.processes import wait_status
 
 COUNTS = 4  # how many looks, one a second, before a death was noticed its cgroup may have counted it
+# From <linux/pidfd.h> of Linux 6.15: the request, its flag for the exit code, and struct pidfd_info, whose first field
+# has the flags and whose last one has the code. The request's number contains the size of the structure.
+_PIDFD_INFO_EXIT, _PIDFD_INFO = 1 << 3, struct.Struct("QQ11Ii")
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class ExitWatch:
@@ -50,6 +56,19 @@ def how_it_ended(pid: int, pidfd: int | None = None) -> str | None:
     return (
         f"was killed by signal {number}" if number else f"ended with exit code {status >> 8}, without an error message"
     )
+
+
+def status_after_reaping(pidfd: int) -> int | None:
+    """Return the status of a process whose parent has waited for it; None before that, and before Linux 6.15.
+
+    pidfd: a descriptor from os.pidfd_open(), made while the process existed.
+    """
+    try:
+        answer = fcntl.ioctl(pidfd, _PIDFD_GET_INFO, _PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+    except OSError:  # before 6.15; or the process has ended, and nobody has waited for it
+        return None
+    flags, *_, status = _PIDFD_INFO.unpack(answer)
+    return int(status) if flags & _PIDFD_INFO_EXIT else None
 
 
 @dataclass(slots=True)

@@ -26,15 +26,9 @@ from harness.runtime import clock, scratch
 from harness.runtime.background import in_background
 from harness.runtime.errors import SPEAKS_LAST, STANDARD_ERROR, say, say_twice
 from harness.runtime.files import replace_file
-from harness.runtime.processes import (
-    SharedFiles,
-    descendants_since,
-    end_processes,
-    is_alive,
-    stat_fields,
-    with_variable,
-)
+from harness.runtime.processes import descendants_since, end_processes, is_alive, stat_fields
 from harness.tools.environments import REPOSITORY
+from harness.tools.run_tree import SharedFiles, with_variable
 from harness.tools.watchdog.channel import LAST_BEAT, Heartbeats, Met, WatchdogSettings, open_heartbeat_socket
 from harness.tools.watchdog.deaths import ExitWatch
 from harness.tools.watchdog.failures import JobView, Place, RunFailure

@@ -28,9 +28,9 @@ from harness.runtime import redact
 from harness.runtime.background import in_background
 from harness.runtime.files import replace_file
 from harness.runtime.launch_folder import launch_folder, report_of
-from harness.runtime.tracebacks import first_cause, log_lines, tracebacks_in
 from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
 from harness.tools.diagnose.diagnosis_text import in_brief
+from harness.tools.diagnose.tracebacks import first_cause, log_lines, tracebacks_in
 from harness.tools.watchdog.failures import JobView, RunFailure, first_failure, report_lines, sentence, trace_end
 
 DUMP_SIGNAL = signal.SIGUSR2

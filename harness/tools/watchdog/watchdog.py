@@ -28,7 +28,8 @@ from harness.runtime import clock
 from harness.runtime.errors import screen_of
 from harness.runtime.launch_folder import tell_said
 from harness.runtime.phases import phase_of_step
-from harness.runtime.processes import is_alive, name_and_pid
+from harness.runtime.processes import is_alive
+from harness.tools.run_tree import name_and_pid
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import (
     BEAT_SECONDS,

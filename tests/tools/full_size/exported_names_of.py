@@ -103,7 +103,7 @@ if __name__ == "__main__":
     prepare_import(model)
     import torch
 
-    from harness.rollout.sglang_api import meta_model
+    from harness.tools.engine_class import meta_model
     from harness.tools.full_size.model_verdict import find_answer
     from harness.tools.full_size.trainer_names import trainer_layout
 

@@ -14,8 +14,8 @@ from harness.tools.full_size.forks import in_forks
 folder, tp, pp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 prepare_import(folder)
 
-from harness.rollout.sglang_api import meta_model  # noqa: E402
-from harness.rollout.sglang_api.absent_hardware import AssumedGpu  # noqa: E402
+from harness.tools.engine_class import meta_model  # noqa: E402
+from harness.tools.engine_class.absent_hardware import AssumedGpu  # noqa: E402
 
 
 def kv_caches(rank: int) -> dict[str, dict[str, object]]:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.rollout.cpu_mode import cpu_environment
-from harness.rollout.sglang_api import meta_model
 from harness.runtime import cpu_standins
+from harness.tools.engine_class import meta_model
 
 Views = list["TensorView"]
 Plant = Callable[[Views], Views]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.rollout.sglang_api.meta_kv_cache import KvCache
+from harness.tools.engine_class.meta_kv_cache import KvCache
 from harness.tools.full_size.ranks_at_true_size import NO_LAYER, EngineRank, layer_of, without_layer
 from harness.tools.full_size.trainer_names import trainer_class, trainer_layout
 from harness.tools.full_size.whole_run import kv_cache

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from packaging.version import Version
 
-from harness.rollout.sglang_api.meta_groups import call_with
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.bisection.installation import Environment, store_root
+from harness.tools.engine_class.meta_groups import call_with
 from tests.tools.full_size.test_full_size import MODELS, REPOSITORY, full_size, with_layers
 
 INSTALLED = {
@@ -67,7 +67,7 @@ def test_what_a_release_wants_and_nobody_knows_is_named(monkeypatch: pytest.Monk
         raise AssertionError((tp_size, moon_phase))
 
     source = SimpleNamespace(version=lambda: "9.9")
-    monkeypatch.setattr("harness.rollout.sglang_api.meta_groups.installed", lambda _: source)
+    monkeypatch.setattr("harness.tools.engine_class.meta_groups.installed", lambda _: source)
     with pytest.raises(UnsupportedEnvironment, match=r"sglang 9\.9: of_a_newer_release wants moon_phase"):
         call_with(of_a_newer_release, {"tp_size": 4})
 

@@ -21,7 +21,7 @@ from harness.task.tiny_models import tiny_config, save_config
 save_config(tiny_config(name, "cpu", overrides), folder, "bfloat16")
 from harness.rollout.cpu_mode import cpu_environment
 os.environ.update(cpu_environment(1))
-from harness.rollout.sglang_api import meta_model
+from harness.tools.engine_class import meta_model
 meta_model.prepare_import(Path(folder))
 import torch
 from harness.cluster.mesh import ParallelDims

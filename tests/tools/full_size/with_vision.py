@@ -14,7 +14,7 @@ prepare_import(folder)
 
 import torch  # noqa: E402
 
-from harness.rollout.sglang_api import meta_model  # noqa: E402
+from harness.tools.engine_class import meta_model  # noqa: E402
 from harness.tools.full_size.findings import Findings  # noqa: E402
 from harness.tools.full_size.ranks_at_true_size import EngineShape, examine  # noqa: E402
 from harness.tools.full_size.trainer_names import trainer_layout  # noqa: E402

@@ -17,9 +17,9 @@ def main(model: str, tp: int, ep: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = save_tiny_model(model, scratch, seed=1, overrides={"num_hidden_layers": LAYERS}, texts=["1 + 1 = 2"])
         prepare_import(folder)
-        from harness.rollout.sglang_api import meta_model
+        from harness.tools.engine_class import meta_model
+        from harness.tools.engine_class.checkpoint_headers import read_headers
         from harness.tools.verify.rank_predictions import TARGET, EngineModels, layout_of, predict
-        from harness.weights.checkpoint_headers import read_headers
 
         meta_model.import_all(folder)
         arguments = {"tp_size": tp, "ep_size": ep, "dtype": "float32"}

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from harness.config.layers import ConfigError
 from harness.task.tiny_models import save_tiny_model
+from harness.tools.engine_class.checkpoint_headers import read_headers
 from harness.tools.verify.sender import write_checkpoint, write_tensors
-from harness.weights.checkpoint_headers import read_headers
 from tests.tools.verify.plain_server import PlainServer
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.tools.engine_class.checkpoint_headers import Stored, read_headers
+from harness.tools.engine_class.held_tensors import HeldTensor, Place
 from harness.tools.verify.comparison import Compared, Made, Tensor, compare
 from harness.tools.verify.explanations import Explainer
 from harness.tools.verify.hashes import hash_of
@@ -18,9 +20,7 @@ from harness.tools.verify.rank_predictions import RankPrediction
 from harness.tools.verify.server import ServerRank
 from harness.tools.verify.values import bytes_of
 from harness.tools.verify.verdict import Different, sentences
-from harness.weights.checkpoint_headers import Stored, read_headers
 from harness.weights.tensor_view import TensorView
-from harness.weights.traced.held_tensors import HeldTensor, Place
 
 EXPERTS = 8
 NAMES = [f"model.layers.1.mlp.experts.{number}.down_proj.weight" for number in range(EXPERTS)]

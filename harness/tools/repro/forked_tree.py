@@ -1,4 +1,4 @@
-"""processes.run_tree() for a program whose imports a fork server has done: the program and its supervisor are
+"""run_tree() for a program whose imports a fork server has done: the program and its supervisor are
 forked.
 """
 
@@ -11,8 +11,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO
 
-from harness.runtime import processes
 from harness.runtime.fork_server import ForkedChild, ForkServer, Task, adopting_orphans
+from harness.runtime.processes import descendants, end_processes
+from harness.tools.run_tree import IGNORED_SIGNALS, Ended, SupervisorKilled, run_supervised, supervise
 
 
 def run_forked_tree(
@@ -24,7 +25,7 @@ def run_forked_tree(
     cwd: Path,
     env: Mapping[str, str],
     tick: Callable[[], None],
-) -> processes.Ended:
+) -> Ended:
     """Fork a process that calls a function with the argument.
 
     Return once it has ended and everything it started is gone.
@@ -32,7 +33,7 @@ def run_forked_tree(
     function: MODULE:FUNCTION, as in a Task. The process has a server of its own. It sees what run_tree()'s command
     sees, but the kernel shows the server's environment for it. Raise SupervisorKilled, ServerGone.
     """
-    before = processes.descendants()
+    before = descendants()
 
     def start(environment: Mapping[str, str], stdin: int, result: int) -> ForkedChild:
         words = pickle.dumps((function, argument))
@@ -41,10 +42,10 @@ def run_forked_tree(
 
     with adopting_orphans():  # which is how we find them if the supervisor is killed
         try:
-            return processes.run_supervised(start, function, env, tick)
-        except processes.SupervisorKilled:
-            left = processes.descendants()
-            processes.end_processes({pid: left[pid] for pid in left.keys() - before.keys()})
+            return run_supervised(start, function, env, tick)
+        except SupervisorKilled:
+            left = descendants()
+            end_processes({pid: left[pid] for pid in left.keys() - before.keys()})
             raise
 
 
@@ -52,7 +53,7 @@ def supervise_fork(words: bytes, descriptors: Sequence[int]) -> None:
     """Supervise a function's process, in the process that was forked for that."""
     (result,) = descriptors
     (server,) = ForkServer.handed_over()
-    processes.supervise(result, 0.0, 0.0, partial(_start, server, *pickle.loads(words)))
+    supervise(result, 0.0, 0.0, partial(_start, server, *pickle.loads(words)))
     os._exit(0)  # without the teardown of all that was imported
 
 
@@ -68,7 +69,7 @@ def run_program(words: bytes, descriptors: Sequence[int]) -> None:
 
     A shell starts what it runs in the background with SIGINT and SIGQUIT ignored, and the fork server inherits that.
     """
-    for number in processes.IGNORED_SIGNALS:
+    for number in IGNORED_SIGNALS:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     function, argument = pickle.loads(words)

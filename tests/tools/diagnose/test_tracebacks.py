@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from harness.runtime.tracebacks import Frame, Traceback, first_cause, log_line, log_lines, tracebacks_in
+from harness.tools.diagnose.tracebacks import Frame, Traceback, first_cause, log_line, log_lines, tracebacks_in
 
 
 def read(text: str) -> list[Traceback]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.runtime.processes import CANNOT_START, Ended, SupervisorKilled, run_tree
+from harness.tools.run_tree import CANNOT_START, Ended, SupervisorKilled, run_tree
 
 
 def run_python(folder: Path, code: str, *words: str, timeout: float = 30.0, grace: float = 5.0) -> Ended:
@@ -76,7 +76,7 @@ def test_an_exception_of_the_tick_ends_the_command(tmp_path: Path) -> None:
 
 CALLER = """
 import sys
-from harness.runtime.processes import run_tree
+from harness.tools.run_tree import run_tree
 run_tree(["sleep", sys.argv[1]], output=sys.stdout.buffer)
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.runtime import kernel_caches
+from harness.tools import kernel_caches
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from harness.runtime.fork_server import ForkServer, Task
-from harness.runtime.forked_tree import run_forked_tree
-from harness.runtime.processes import Ended, SupervisorKilled
+from harness.tools.repro.forked_tree import run_forked_tree
+from harness.tools.run_tree import Ended, SupervisorKilled
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

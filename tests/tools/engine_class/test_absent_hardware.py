@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from harness.rollout.sglang_api.absent_hardware import is_for_hardware
+from harness.tools.engine_class.absent_hardware import is_for_hardware
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys, types
 import torch
-from harness.rollout.sglang_api.absent_hardware import AssumedGpu, mxfp4_of_gpu
+from harness.tools.engine_class.absent_hardware import AssumedGpu, mxfp4_of_gpu
 
 AssumedGpu().answer()
 print(torch.empty(2, device="meta").cuda().device, torch.cuda.get_device_capability())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.runtime.processes import SharedFiles
+from harness.tools.run_tree import SharedFiles
 
 SCRIPT = """
 import mmap, os, sys
