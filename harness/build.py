@@ -26,7 +26,7 @@ from harness.observer import RunContext
 from harness.ppo import Ppo
 from harness.rollout import sglang_api
 from harness.rollout.engine import RolloutEngine
-from harness.rollout.engine_gpus import check_gpus
+from harness.rollout.engine_ranks import check_gpus
 from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
 from harness.rollout.verl_engine import VerlEngine
 from harness.rollouts import Rollouts

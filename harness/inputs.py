@@ -24,7 +24,7 @@ from harness.config.run_folder import write_config
 from harness.config.schema import Config
 from harness.observer import RunContext
 from harness.rollout import sglang_api
-from harness.rollout.sglang_api.engine_facts import engine_facts
+from harness.rollout.sglang_api.probe import engine_facts
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.task.data import Prompt, PromptSampler, Row, load_rows, tokenize_prompts
 from harness.task.rewards import Reward, load_reward

@@ -152,7 +152,7 @@ def _set_nccl_variables(config: Config) -> None:
     every rank sets it before any communicator exists.
     """
     from harness.rollout import sglang_api
-    from harness.rollout.early_start import variables_of_precision
+    from harness.rollout.engine_settings import variables_of_precision
 
     os.environ.update(variables_of_precision(config, "cuda", os.environ))  # which an engine inherits
     os.environ.update(sglang_api.common_environment(sglang_api.probe(), config.engine.args, os.environ))

@@ -45,7 +45,7 @@ TOOLS = {
     "commands": {"environments", "interrupts"},
     "diagnose": set(),
     "doctor": {"environment_file", "ranks"},
-    "engine_class": set(),
+    "engine_class": {"models_code"},
     "environment_file": set(),
     "environments": {"interrupts"},
     "export": {"bisection", "command_line", "diagnose", "environment_file", "environments", "models_code"},

@@ -1,21 +1,39 @@
-"""RolloutEngine: all that a PPO step and a weight sync need of an inference engine.
+"""RolloutEngine: all that a PPO step and a weight sync need of an inference engine, and how it fails.
 
-VerlEngine drives an sglang.Engine in the trainer's own processes. Another implementation needs no change in the
+Light: the watchdog imports the errors without torch. VerlEngine drives an sglang.Engine in the trainer's own processes. Another implementation needs no change in the
 trainer, in PPO or in the sync: tests/rollout/http_engine.py reaches a server over HTTP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from harness.rollout.engine_ranks import Group
+    from harness.rollout.engine_ranks import Group
 
 T = TypeVar("T")
 
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
+NamedTensors = Sequence[tuple[str, "torch.Tensor"]]
+
+
+class EngineFailed(RuntimeError):
+    """The engine did not start, died, or failed a call. The message names the rank and the first error in its log."""
+
+
+class SchedulerFailed(EngineFailed):
+    """A scheduler is alive, and answered that its part of a call failed."""
+
+
+class PeerGone(ConnectionError):
+    """The scheduler at the other end of a connection has died, or has given up."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an exception in one line, for the other ranks."""
+    return str(error) if isinstance(error, EngineFailed) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +60,7 @@ class RolloutEngine(Protocol):
     """
 
     @property
-    def group(self) -> Group:
+    def group(self) -> "Group":
         """The trainer ranks that use this engine."""
 
     @property
@@ -65,7 +83,7 @@ class RolloutEngine(Protocol):
     def can_ask(self) -> bool:
         """Whether `ask` works. Without it weights cannot be read back, and only log-probs show whether they arrived."""
 
-    def record(self) -> "EngineRecord":
+    def record(self) -> EngineRecord:
         """Return how the engine was started, for the run's events."""
 
     def generate(

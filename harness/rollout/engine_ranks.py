@@ -1,9 +1,9 @@
-"""The ranks of one engine: the order in which it numbers them, their hosts, and how a failure of one reaches all."""
+"""The ranks of one engine: the order in which it numbers them, their hosts and GPUs, and how a failure of one reaches all."""
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import EngineNode, RankLocation, place
-from harness.cluster.world import all_gather, own_location
-from harness.rollout.engine_errors import EngineFailed, PeerGone, in_one_line
+from harness.cluster.world import World, all_gather, own_location
+from harness.rollout.engine import EngineFailed, PeerGone, RolloutEngine, in_one_line
 
 T = TypeVar("T")
 ALONE_SECONDS = 30.0
@@ -150,3 +150,34 @@ def locate_ranks(
         )
     nodes = [replace(node, ranks=tuple(order[rank] for rank in node.ranks)) for node in placement.nodes]
     return locations, next(node for node in nodes if group.rank in node.ranks), placement.nnodes
+
+
+def check_gpus(world: World, engine: RolloutEngine, colocate: bool) -> None:
+    """Compare the GPUs of trainers and engine ranks; see check_devices. A collective call of all ranks."""
+    if world.device.type == "cuda":
+        found = all_gather(engine.ask(current_gpu_uuid) if engine.can_ask else None)
+        engines = {rank: gpu for rank, gpu in enumerate(found) if gpu is not None}
+        check_devices(all_gather(current_gpu_uuid()), engines, colocate)
+
+
+def check_devices(trainers: list[str], engines: dict[int, str], colocate: bool) -> None:
+    """Raise ValueError if an engine rank is on a wrong GPU.
+
+    trainers: GPU UUID by world rank. engines: GPU UUID of the engine ranks that are known. With colocate a trainer rank
+    and its engine rank share a GPU; without, an engine rank shares its GPU with no trainer and no other engine rank.
+    """
+    users = {} if colocate else {gpu: f"rank {rank} trains there" for rank, gpu in enumerate(trainers)}
+    for rank, gpu in sorted(engines.items()):
+        misplaced = colocate and gpu != trainers[rank]
+        problem = f"its trainer is on GPU {trainers[rank]}" if misplaced else users.get(gpu)
+        if problem:
+            raise ValueError(
+                f"the engine rank of rank {rank} runs on GPU {gpu}, but {problem} (parallel.colocate ="
+                f" {str(colocate).lower()}); check CUDA_VISIBLE_DEVICES of that host's ranks."
+            )
+        users[gpu] = f"so does the engine rank of rank {rank}"
+
+
+def current_gpu_uuid(*_: Any) -> str:
+    """Return the UUID of the current CUDA device, as nvidia-smi names it without its GPU- prefix."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

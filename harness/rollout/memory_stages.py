@@ -87,7 +87,7 @@ class MemoryStages:
     """Required with the memory saver."""
     resume_mode: Literal["staged", "all"] = "staged"
     holds_graphs: bool = False
-    """Whether the memory saver holds the engine's CUDA graphs too (graph_memory.py)."""
+    """Whether the memory saver holds the engine's CUDA graphs too (engine_settings.py)."""
     say: Callable[[str], None] = lambda _: None
     fact: Callable[..., None] = lambda name, **values: None
     """fact("memory_moved", **values) after each release and resume."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.rollout.engine_errors import EngineFailed
+from harness.rollout.engine import EngineFailed
 
 ROUTED = "routed_experts"
 ABOVE_ZERO = 1e-3

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from harness.rollout import sglang_api
-from harness.rollout.engine_errors import EngineFailed, PeerGone, SchedulerFailed
+from harness.rollout.engine import EngineFailed, PeerGone, SchedulerFailed
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.served_models import DRAFT, DRAFT_CLASS, STALE_DRAFT, TARGET, models_in, serve_together
 from harness.runtime.errors import rank_in

@@ -25,14 +25,19 @@ from harness.cluster.network import bracketed, own_address
 from harness.cluster.placement import gpu_of
 from harness.config.draft_rules import sends_mtp_layer
 from harness.rollout import sglang_api
-from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
-from harness.rollout.defaults import Preset, engine_defaults, without_models_code
-from harness.rollout.early_start import variables_of_engine
-from harness.rollout.engine import EngineRecord, NamedTensors
-from harness.rollout.engine_errors import EngineFailed, in_one_line
+from harness.rollout.early_start import Starts
+from harness.rollout.engine import EngineFailed, EngineRecord, NamedTensors, in_one_line
 from harness.rollout.engine_ranks import Group, gather_failures, locate_ranks
-from harness.rollout.forked_processes import Starts
-from harness.rollout.graph_memory import holds_graphs, variables_of_graphs
+from harness.rollout.engine_settings import (
+    Preset,
+    cores_by_tp_rank,
+    cpu_environment,
+    engine_defaults,
+    holds_graphs,
+    variables_of_engine,
+    variables_of_graphs,
+    without_models_code,
+)
 from harness.rollout.host_engine import HostEngine
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, seed_sampling
 from harness.rollout.update_group import UpdateGroup
@@ -57,7 +62,7 @@ class VerlEngine:
         base_port: the first port to try. Each engine of a host takes a block of free ports from here upwards.
         colocate: whether an engine rank shares the GPU of its trainer rank. If not, it takes one of the host's GPUs that
             no trainer uses.
-        preset: "reproducible" applies rollout/defaults.py; "sglang" leaves attention and sampling backends, CUDA graphs and
+        preset: "reproducible" applies rollout/engine_settings.py; "sglang" leaves attention and sampling backends, CUDA graphs and
             fusions on a GPU to SGLang.
         on_death: called with a message when a process of the engine dies, on a thread, or when SGLang fails in this
             process. By default the message is printed and this process exits with code 1.

@@ -7,14 +7,15 @@ srt/utils/hf_transformers/processor.py). With a class of its own SGLang imports 
 whose config.json has an auto_map, is no such model.
 """
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from harness.config.model_fields import fields_of_file
 from harness.config.schema import TINY_MODELS, Config
-from harness.rollout.sglang_api.probe import model_classes
-from harness.rollout.sglang_api.source import SourceTree, installed
+from harness.rollout.sglang_api.probe import SourceTree, installed
 
 DRAFT, TOKENIZER = "engine.args.speculative_draft_model_path", "engine.args.tokenizer_path"
 PROCESSOR = "AutoProcessor"
@@ -66,3 +67,18 @@ def without_class(fields: Mapping[str, Any], tree: SourceTree) -> str:
     wanted = [str(each) for each in fields.get("architectures") or ()]
     known = frozenset[str]().union(*model_classes(tree).values())
     return "" if known.intersection(wanted) else " or ".join(wanted) or "this model"
+
+
+def model_classes(tree: SourceTree) -> dict[Path, frozenset[str]]:
+    """Return the architectures that each file of SGLang's models offers to its registry.
+
+    A file that cannot be imported on this machine offers none when SGLang runs.
+    """
+    files = sorted((tree.root / "srt" / "models").glob("*.py"))
+    return {file: entry_classes(file.read_text(encoding="utf-8")) for file in files}
+
+
+def entry_classes(text: str) -> frozenset[str]:
+    """Return the classes that the text of a file of SGLang's models names as its EntryClass."""
+    found = re.search(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|\w+)", text, re.MULTILINE)
+    return frozenset(re.findall(r"\w+", found[1])) if found else frozenset()

@@ -32,8 +32,7 @@ from harness.config.rules import in_ranges
 from harness.config.run_folder import check_run_folder, check_writable
 from harness.config.schema import Config, named_paths
 from harness.rollout import sglang_api
-from harness.rollout.sglang_api import source
-from harness.rollout.sglang_api.engine_facts import engine_facts
+from harness.rollout.sglang_api.probe import SourceTree, annotations, engine_facts, installed, methods
 from harness.runtime.cpu_standins import no_gpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.data import Row, file_of, is_hub_id, load_rows
@@ -169,7 +168,7 @@ class Search:
         except ModuleNotFoundError:
             self.unknown["sglang"] = "sglang is not installed in this Python"
         try:
-            tree = source.installed("transformers")
+            tree = installed("transformers")
             model_types = causal_model_types(tree)
             overridable = overridable_fields(tree, config.model.name) if is_tiny(config.model.name) else None
         except ModuleNotFoundError:
@@ -487,7 +486,7 @@ def check_safetensors(file: Path) -> None:
             ) from error
 
 
-def causal_model_types(transformers: source.SourceTree) -> frozenset[str] | None:
+def causal_model_types(transformers: SourceTree) -> frozenset[str] | None:
     """Return every model_type for which this transformers has a causal language model.
 
     None if this release keeps the list in another place.
@@ -498,14 +497,14 @@ def causal_model_types(transformers: source.SourceTree) -> frozenset[str] | None
     return frozenset(str(node.value) for node in pairs if isinstance(node, ast.Constant)) or None
 
 
-def overridable_fields(transformers: source.SourceTree, name: str) -> set[str]:
+def overridable_fields(transformers: SourceTree, name: str) -> set[str]:
     """Return the fields of a tiny model's config, read from the source of transformers."""
     folder, name_of_class = CONFIG_CLASSES[name]
     own = transformers.find_class(name_of_class, f"models/{folder}/configuration_{folder}.py")
     base = transformers.find_class("PreTrainedConfig", "configuration_utils.py")
     found = set(tiny_fields(name, "cpu"))
     for each in (own, base):
-        found |= set(source.annotations(each)) | set(source.methods(each).get("__init__", ()))
+        found |= set(annotations(each)) | set(methods(each).get("__init__", ()))
     return found - NOT_OVERRIDABLE
 
 

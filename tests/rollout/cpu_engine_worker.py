@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness.rollout.cpu_mode import cpu_environment
+from harness.rollout.engine_settings import cpu_environment
 from harness.runtime.cpu_standins import activate
 
 

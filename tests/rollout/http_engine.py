@@ -14,8 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.rollout import sglang_api
-from harness.rollout.engine import EngineRecord, NamedTensors
-from harness.rollout.engine_errors import EngineFailed
+from harness.rollout.engine import EngineFailed, EngineRecord, NamedTensors
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.update_group import UpdateGroup
 from tests.tools.verify.plain_server import PlainServer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
+from harness.rollout.engine_settings import cores_by_tp_rank, cpu_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("cpu_engine_worker.py")

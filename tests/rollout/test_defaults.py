@@ -1,4 +1,4 @@
-from harness.rollout.defaults import engine_defaults
+from harness.rollout.engine_settings import engine_defaults
 
 
 def test_piecewise_capture_is_off_on_every_device() -> None:

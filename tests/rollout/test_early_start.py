@@ -9,7 +9,8 @@ import pytest
 
 from harness.config.schema import Config
 from harness.rollout import early_start
-from harness.rollout.early_start import expected_node, preload_of_memory_saver, start_early, variables_of_precision
+from harness.rollout.early_start import expected_node, preload_of_memory_saver, start_early
+from harness.rollout.engine_settings import variables_of_precision
 from harness.runtime.fork_server import HANDED_OVER, ForkServer
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from harness.rollout.engine_gpus import check_devices
+from harness.rollout.engine_ranks import check_devices
 
 
 def test_shared_is_each_on_its_own() -> None:

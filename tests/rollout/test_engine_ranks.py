@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.rollout import engine_ranks
-from harness.rollout.engine_errors import EngineFailed
+from harness.rollout.engine import EngineFailed
 from harness.rollout.engine_ranks import Group, gather_failures
 from harness.rollout.verl_engine import VerlEngine
 from tests.cluster.gloo import on_ranks

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.rollout.forked_processes import ForkedProcess, forking
+from harness.rollout.early_start import ForkedProcess, forking
 from harness.runtime.fork_server import ForkServer
 from tests.rollout import forked_targets
 
@@ -257,7 +257,7 @@ def test_with_cuda_each_server_becomes_one_process_and_then_they_are_spawned(sta
 
 CLIENT = """
 import multiprocessing, os, sys
-from harness.rollout.forked_processes import forking
+from harness.rollout.early_start import forking
 from harness.runtime.fork_server import ForkServer
 from tests.rollout import forked_targets
 

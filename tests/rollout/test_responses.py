@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from harness.rollout.engine_errors import EngineFailed
+from harness.rollout.engine import EngineFailed
 from harness.rollout.responses import StaleWeights, check_weight_version, read_responses
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.rollout import schedulers, sglang_api
-from harness.rollout.engine_errors import PeerGone
+from harness.rollout.engine import PeerGone
 from harness.rollout.engine_ranks import Group
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, start_serving
 from harness.runtime.working import Work

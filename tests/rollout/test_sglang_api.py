@@ -16,9 +16,9 @@ import pytest
 
 from harness.config.engine_rules import argument_problem
 from harness.rollout import sglang_api
-from harness.rollout.defaults import engine_defaults
+from harness.rollout.engine_settings import engine_defaults
 from harness.rollout.sglang_api import EngineRefused, SGLangApi, SourceTree, UnknownEngineArgument
-from harness.rollout.sglang_api.engine_facts import engine_facts
+from harness.rollout.sglang_api.probe import engine_facts
 
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from harness.rollout.cpu_mode import CPU_MODE
+from harness.rollout.engine_settings import CPU_MODE
 from harness.runtime.cpu_standins import STANDINS
 from harness.tools.environments import start_in_cpu_mode
 

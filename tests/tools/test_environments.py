@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.rollout.cpu_mode import CPU_MODE
+from harness.rollout.engine_settings import CPU_MODE
 from harness.runtime.cpu_standins import STANDINS
 from harness.tools import environments
 

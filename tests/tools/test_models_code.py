@@ -13,13 +13,12 @@ import pytest
 
 from harness.config.layers import ConfigError
 from harness.inputs import load_tokenizer
-from harness.rollout.defaults import without_models_code
-from harness.rollout.sglang_api import source
-from harness.rollout.sglang_api.probe import model_classes
+from harness.rollout.engine_settings import without_models_code
+from harness.rollout.sglang_api.probe import installed
 from harness.task.tiny_models import save_tiny_model
 from harness.tools import preflight
 from harness.tools.command_line import parse
-from harness.tools.models_code import unasked_code
+from harness.tools.models_code import model_classes, unasked_code
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY
 from tests.tools.test_preflight import NO_TENSORS
 
@@ -168,7 +167,7 @@ for each in overrides:
 def test_sglang_runs_the_code_of_a_class_that_it_lacks_unless_auto_map_is_empty(tmp_path: Path) -> None:
     folder = hostile(tmp_path / "model", UNKNOWN_CLASS)
     empty = without_models_code({})["json_model_override_args"]
-    not_needed = ",".join(file.stem for file in model_classes(source.installed("sglang")))
+    not_needed = ",".join(file.stem for file in model_classes(installed("sglang")))
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_DISABLED_MODEL_ARCHS": not_needed}
     done = subprocess.run(
         [sys.executable, "-c", SGLANG, str(folder), empty, "{}"],

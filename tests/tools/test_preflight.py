@@ -14,7 +14,7 @@ import pytest
 from harness.cluster.network import NetworkError
 from harness.config.layers import ConfigError
 from harness.config.run_folder import check_run_folder
-from harness.rollout.sglang_api import source
+from harness.rollout.sglang_api.probe import installed
 from harness.runtime import cpu_standins
 from harness.task.data import load_rows
 from harness.task.tiny_models import NOT_OVERRIDABLE, tiny_config, tiny_fields
@@ -325,7 +325,7 @@ def test_fields_read_from_source_are_those_of_the_class(name: str) -> None:
         - NOT_OVERRIDABLE
         - {"kwargs"}
     )
-    found = preflight.overridable_fields(source.installed("transformers"), name)
+    found = preflight.overridable_fields(installed("transformers"), name)
     assert real <= found
     assert not {"hidden_sise", "self", "kwargs"} & found
 

@@ -22,5 +22,4 @@ from harness.rollout.sglang_api.engine_calls import (
     why_no_update,
 )
 from harness.rollout.sglang_api.engine_environment import common_environment, meaning, memory_imbalance_environment
-from harness.rollout.sglang_api.probe import SGLangApi, UnknownEngineArgument, check_arguments, probe
-from harness.rollout.sglang_api.source import SourceTree
+from harness.rollout.sglang_api.probe import SGLangApi, SourceTree, UnknownEngineArgument, check_arguments, load, probe

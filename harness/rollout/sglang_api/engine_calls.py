@@ -9,6 +9,7 @@ import inspect
 import pickle
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -16,11 +17,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
-from harness.rollout.sglang_api import source
-from harness.rollout.sglang_api.probe import BUCKET, ENGINE, IO_STRUCT, SGLangApi
+from harness.rollout.sglang_api.probe import BUCKET, ENGINE, IO_STRUCT, SGLangApi, load
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -78,7 +79,7 @@ def import_engine() -> None:
     with warnings.catch_warnings():
         # On import every rank without a GPU warns about quantization formats that it does not use.
         warnings.filterwarnings("ignore", message="Only .* support .* currently")
-        source.load(ENGINE, "Engine")
+        load(ENGINE, "Engine")
 
 
 def build_engine(args: Mapping[str, Any]) -> Engine:
@@ -86,7 +87,7 @@ def build_engine(args: Mapping[str, Any]) -> Engine:
 
     The constructor spawns one scheduler process per local rank, so the main script needs `if __name__ == "__main__"`.
     """
-    return source.load(ENGINE, "Engine")(**args)
+    return load(ENGINE, "Engine")(**args)
 
 
 def start_loop(
@@ -169,7 +170,7 @@ def open_update_group(
     # Not by init_method: under torchrun, torch would make this rank a client of the agent's store, and nobody would
     # serve this one. multi_tenant: after a failure the store of the last group may still be alive.
     store = dist.TCPStore(address, port, world_size, is_master=True, timeout=timeout, multi_tenant=True)
-    group = source.load("srt/utils", "init_custom_process_group")(
+    group = load("srt/utils", "init_custom_process_group")(
         backend=backend,
         store=dist.PrefixStore(group_name, store),  # as SGLang does with its own store
         timeout=timeout,
@@ -222,7 +223,7 @@ def local_serialized_tensor(api: SGLangApi, values: Sequence[bytes]) -> Any:
     serialized.
     """
     has_class = api.tree.find_class("LocalSerializedTensor", WEIGHT_UPDATER) is not None
-    return source.load(WEIGHT_UPDATER if has_class else MODEL_RUNNER, "LocalSerializedTensor")(values=list(values))
+    return load(WEIGHT_UPDATER if has_class else MODEL_RUNNER, "LocalSerializedTensor")(values=list(values))
 
 
 def flattened_bucket(named_tensors: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -231,13 +232,13 @@ def flattened_bucket(named_tensors: Sequence[tuple[str, Any]]) -> dict[str, Any]
     Tensors of wide elements come first, since SGLang leaves no gaps and refuses a tensor that is not aligned.
     """
     ordered = sorted(named_tensors, key=lambda named: -named[1].itemsize)
-    bucket = source.load(BUCKET, "FlattenedTensorBucket")(named_tensors=ordered)
+    bucket = load(BUCKET, "FlattenedTensorBucket")(named_tensors=ordered)
     return {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
 
 
 def tensors_of_bucket(bucket: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return the named tensors of a flattened bucket: views of its one buffer."""
-    return list(source.load(BUCKET, "FlattenedTensorBucket")(**bucket).reconstruct_tensors())
+    return list(load(BUCKET, "FlattenedTensorBucket")(**bucket).reconstruct_tensors())
 
 
 def patch_reductions() -> None:
@@ -246,7 +247,7 @@ def patch_reductions() -> None:
 
     Call before `serialize` on every rank that sends GPU tensors. A second call does nothing.
     """
-    source.load("srt/utils/patch_torch.py", "monkey_patch_torch_reductions")()
+    load("srt/utils/patch_torch.py", "monkey_patch_torch_reductions")()
 
 
 def set_weight_version(engine: Engine, version: str) -> None:
@@ -259,7 +260,31 @@ def set_weight_version(engine: Engine, version: str) -> None:
     """
     manager = engine.tokenizer_manager
     if hasattr(manager, "update_weight_version"):
-        request = source.load(IO_STRUCT, "UpdateWeightVersionReqInput")(new_version=version, abort_all_requests=False)
+        request = load(IO_STRUCT, "UpdateWeightVersionReqInput")(new_version=version, abort_all_requests=False)
         engine.loop.run_until_complete(manager.update_weight_version(request))
     else:
         manager._update_weight_version_if_provided(version)
+
+
+def cached_prefix_tokens(model: Any, _: None = None) -> int | None:
+    """Return the tokens of prompts and responses in this scheduler's prefix cache; None if its cache cannot be found.
+
+    It runs in the scheduler's process, on another thread than SGLang's.
+    """
+    cache = getattr(_scheduler(), "tree_cache", None)
+    if cache is None:
+        return None
+    # A cache for sliding-window attention counts the tokens of two pools.
+    return sum(_total(getattr(cache, name)()) for name in ("evictable_size", "protected_size"))
+
+
+def _total(size: Any) -> int:
+    return sum(size) if isinstance(size, tuple) else int(size)
+
+
+def _scheduler() -> Any:
+    """Return the Scheduler whose event loop SGLang's thread runs: a variable of run_scheduler_process."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and frame.f_code.co_name != "run_scheduler_process":
+        frame = frame.f_back
+    return frame.f_locals.get("scheduler") if frame else None

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.rollout.sglang_api import source
-from harness.rollout.sglang_api.probe import ENGINE, SGLangApi
+from harness.rollout.sglang_api.probe import ENGINE, SGLangApi, load
 
 SET_ENVIRONMENT = "_set_envs_and_config"
 MUST_AGREE = ("NCCL_", "TORCH_NCCL_", "CUDA_")
@@ -76,7 +75,7 @@ def meaning(name: str, value: str | None) -> object:
     """
     if name == CORES:
         return None
-    fields = vars(type(source.load("srt/environ.py", "envs")))
+    fields = vars(type(load("srt/environ.py", "envs")))
     field = fields.get(name)
     if not hasattr(field, "parse") or not hasattr(field, "default"):
         return value

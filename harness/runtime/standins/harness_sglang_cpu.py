@@ -5,7 +5,7 @@ too; SGLang registers no method for it. DP attention asks the backend for the le
 parallelism marks the experts of other ranks with -1, which the native experts take for an index. Where both are on, the
 experts' sum is scattered by NCCL; SGLang's own function for deterministic inference does it by an all-reduce. The
 memory for routed experts (enable_return_routed_experts) is pinned, which needs a GPU. SGLang calls `register` in every
-process of an engine, logs an error raised here, and continues: serves_mla_on_cpu in harness.rollout.sglang_api.engine_facts is what
+process of an engine, logs an error raised here, and continues: serves_mla_on_cpu in harness.rollout.sglang_api.probe is what
 refuses a release without the registry.
 """
 

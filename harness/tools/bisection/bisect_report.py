@@ -16,7 +16,6 @@ from typing import Literal
 
 from packaging.utils import canonicalize_name
 
-from harness.rollout.cpu_mode import without_cpu_mode
 from harness.runtime import redact
 from harness.tools.bisection.candidates import Candidate, git, git_lines, labels
 from harness.tools.bisection.confidence import CONFIDENCE, confidence, failure_rate, is_sure
@@ -36,6 +35,7 @@ from harness.tools.bisection.installation import (
     torch_backend,
     unmet_requirements,
     uv_binary,
+    without_cpu_mode,
 )
 from harness.tools.bisection.question import SCRIPT, WrongQuestion, command_of, is_of_this_repository
 from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate
@@ -448,8 +448,7 @@ def changed_api(before: Record, after: Record) -> Iterator[str]:
     roots = [package_root(record.environment, "sglang") for record in (before, after)]
     if None in roots or roots[0] == roots[1]:
         return
-    from harness.rollout.sglang_api.probe import probe
-    from harness.rollout.sglang_api.source import SourceTree
+    from harness.rollout.sglang_api.probe import SourceTree, probe
 
     try:
         old, new = (probe(SourceTree(root / "sglang")) for root in roots if root)

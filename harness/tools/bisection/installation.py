@@ -24,7 +24,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from harness.rollout.cpu_mode import cpu_environment, without_cpu_mode
+from harness.rollout.engine_settings import CPU_MODE, cpu_environment
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.installed import INSTALLED
@@ -123,6 +123,12 @@ class Environment:
             last = run.stderr.strip().rpartition("\n")[2].strip(" .") or "no output"
             raise Unavailable(f"its Python {self.python} does not start: {last}.")
         return replace(self, freeze=dict(sorted(json.loads(run.stdout).items())))
+
+
+def without_cpu_mode(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what a Python in CPU mode has set in it when it started."""
+    is_set = environment.get("SGLANG_USE_CPU_ENGINE") == "1"
+    return {name: value for name, value in environment.items() if not is_set or CPU_MODE.get(name) != value}
 
 
 def store_root() -> Path:

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from harness.rollout.sglang_api.source import installed, load
+from harness.rollout.sglang_api.probe import installed, load
 from harness.runtime.errors import UnsupportedEnvironment
 
 FAKE = {"backend": "fake", "dist_init_method": "fake://", "distributed_init_method": "fake://"}

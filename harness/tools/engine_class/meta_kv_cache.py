@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from harness.rollout.sglang_api.source import installed
+from harness.rollout.sglang_api.probe import installed
 
 KINDS = {"auto": None, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 """Kind of kv_cache_dtype -> the cache's dtype; None: that of the model."""

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from harness.config.model_fields import WEIGHT_INDEX
-from harness.rollout.defaults import without_models_code
+from harness.rollout.engine_settings import without_models_code
 from harness.rollout.served_models import DRAFT_CLASS
-from harness.rollout.sglang_api.probe import model_classes
-from harness.rollout.sglang_api.source import installed, load
+from harness.rollout.sglang_api.probe import installed, load
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.engine_class.absent_hardware import (
     define_kernels,
@@ -32,6 +31,7 @@ from harness.tools.engine_class.absent_hardware import (
 )
 from harness.tools.engine_class.meta_groups import resolved_arguments, start_rank
 from harness.tools.engine_class.meta_kv_cache import KvCache, kv_caches
+from harness.tools.models_code import model_classes
 
 SINKS = {"GptOssForCausalLM": "triton"}
 """Classes with attention sinks, for which SGLang refuses torch_native -> a backend that it takes on any GPU."""

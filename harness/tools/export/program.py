@@ -21,7 +21,7 @@ from harness.config.draft_rules import draft_of
 from harness.config.engine_rules import code_rules
 from harness.config.facts import Facts
 from harness.config.resolve import sentence
-from harness.rollout.defaults import engine_defaults, without_models_code
+from harness.rollout.engine_settings import engine_defaults, without_models_code
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
 from harness.task.tiny_models import is_tiny, tiny_fields

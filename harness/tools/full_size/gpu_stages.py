@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import Any, Literal
 
 from harness.config.schema import Config
-from harness.rollout.defaults import engine_defaults
+from harness.rollout.engine_settings import engine_defaults
 from harness.runtime.units import GIB, MIB
 
 CONTEXT_BYTES = GIB // 2

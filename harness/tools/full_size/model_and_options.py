@@ -21,7 +21,7 @@ from harness.config.resolve import resolve, sentence
 from harness.config.rules import Wrong
 from harness.config.schema import Config
 from harness.rollout import sglang_api
-from harness.rollout.sglang_api.engine_facts import engine_facts
+from harness.rollout.sglang_api.probe import engine_facts
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.task.tiny_models import is_tiny, save_config, tiny_config, tiny_fields
 from harness.tools.command_line import parse

@@ -21,8 +21,7 @@ from harness.cluster.placement import place
 from harness.cluster.world import all_gather
 from harness.observer import RunContext
 from harness.rollout import sglang_api
-from harness.rollout.engine import RolloutEngine
-from harness.rollout.engine_errors import EngineFailed, PeerGone
+from harness.rollout.engine import EngineFailed, PeerGone, RolloutEngine
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.schedulers import WATCH_SECONDS
 from harness.rollout.verl_engine import VerlEngine

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from harness.config.engine_rules import OF_MANY_RANKS
 from harness.config.schema import Config
-from harness.rollout.defaults import engine_defaults
-from harness.rollout.graph_memory import captures_graphs
+from harness.rollout.engine_settings import captures_graphs, engine_defaults
 from harness.tools.mismatch.serving import ON_POLICY, Serving
 
 ENGINE_PRECISION, TRAINER_PRECISION, PRECISION = "engine precision", "trainer precision", "precision"

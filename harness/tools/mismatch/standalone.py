@@ -9,7 +9,7 @@ from harness.config.schema import Config
 from harness.inputs import Inputs
 from harness.observer import RunContext
 from harness.rollout import sglang_api
-from harness.rollout.defaults import engine_defaults, without_models_code
+from harness.rollout.engine_settings import engine_defaults, without_models_code
 from harness.runtime import redact
 from harness.tools.export.program import printable, stand_in_names, templates
 from harness.tools.mismatch.answer import IN_DECODING, Answer, Source

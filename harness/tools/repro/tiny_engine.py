@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from harness.cluster.ports import PortLease
 from harness.rollout import sglang_api
-from harness.rollout.forked_processes import forking
+from harness.rollout.early_start import forking
 from harness.runtime.fork_server import ForkServer
 from harness.runtime.processes import descendants, descendants_since, end_processes
 
@@ -96,7 +96,7 @@ def tiny_engine(
     api = sglang_api.probe()
     tp, stages, hosts = (args.get(name, 1) for name in ("tp_size", "pp_size", "nnodes"))
     device = prepare_process(ranks=tp * stages // hosts if api.cores_by_device else tp)
-    from harness.rollout.defaults import engine_defaults
+    from harness.rollout.engine_settings import engine_defaults
     from harness.task.tiny_models import save_tiny_model
 
     folder = Path(tempfile.mkdtemp()) / "model"
@@ -128,7 +128,7 @@ def tiny_engine(
 
 def prepare_process(ranks: int = 1) -> Literal["cpu", "cuda"]:
     """Return where engines of this process will run; in CPU mode give them this process's cores."""
-    from harness.rollout.cpu_mode import cpu_environment
+    from harness.rollout.engine_settings import cpu_environment
 
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # its memory outlives a process that is killed on some machines
     import torch

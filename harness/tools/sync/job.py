@@ -22,7 +22,7 @@ from harness.inputs import as_config_error, make_engine_folder, make_model_folde
 from harness.observer import RunContext
 from harness.rollout import sglang_api
 from harness.rollout.engine import RolloutEngine
-from harness.rollout.sglang_api.engine_facts import engine_facts
+from harness.rollout.sglang_api.probe import engine_facts
 from harness.task.data import load_rows
 from harness.tools.sync.read_back import read_back
 from harness.tools.sync.time_syncs import BenchRow, all_gather_row, as_table, bytes_line, sync_row

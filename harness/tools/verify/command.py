@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.config.layers import ConfigError
 from harness.config.model_fields import fields_of_file, json_object
-from harness.rollout.sglang_api.source import installed
+from harness.rollout.sglang_api.probe import installed
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.fork_server import collecting_nothing
 from harness.runtime.working import working

@@ -16,7 +16,7 @@ import torch
 
 from harness.config.layers import ConfigError
 from harness.rollout.sglang_api import probe
-from harness.rollout.sglang_api.source import installed
+from harness.rollout.sglang_api.probe import installed
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.working import working
 from harness.tools.engine_class.checkpoint_headers import Stored, read_headers

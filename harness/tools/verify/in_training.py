@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from harness.runtime.child_environment import engine_environment
+from harness.rollout.engine_settings import engine_environment
 from harness.tools.environments import REPOSITORY
 from harness.tools.verify.sender import write_tensors
 

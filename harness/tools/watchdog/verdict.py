@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.rollout.engine_processes import ENDING_SIGNALS
+from harness.rollout.host_engine import ENDING_SIGNALS
 from harness.runtime import redact
 from harness.runtime.background import in_background
 from harness.runtime.files import replace_file

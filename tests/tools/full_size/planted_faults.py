@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness.rollout.cpu_mode import cpu_environment
+from harness.rollout.engine_settings import cpu_environment
 from harness.runtime import cpu_standins
 from harness.tools.engine_class import meta_model
 

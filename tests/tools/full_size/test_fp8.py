@@ -11,7 +11,7 @@ from harness.config.facts import Facts
 from harness.config.layers import ConfigError, Layer, build_config
 from harness.config.resolve import resolve
 from harness.rollout import sglang_api
-from harness.rollout.sglang_api.engine_facts import engine_facts
+from harness.rollout.sglang_api.probe import engine_facts
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size.model_and_options import SECTIONS, Options, read_question
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_names

@@ -19,7 +19,7 @@ from typing import Any
 name, overrides, dp, tp, pp, nproc, order, folder = json.loads(sys.argv[1])
 from harness.task.tiny_models import tiny_config, save_config
 save_config(tiny_config(name, "cpu", overrides), folder, "bfloat16")
-from harness.rollout.cpu_mode import cpu_environment
+from harness.rollout.engine_settings import cpu_environment
 os.environ.update(cpu_environment(1))
 from harness.tools.engine_class import meta_model
 meta_model.prepare_import(Path(folder))

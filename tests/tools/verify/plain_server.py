@@ -18,11 +18,8 @@ import psutil
 
 from harness.cluster.ports import PortLease
 from harness.rollout import sglang_api
-from harness.rollout.cpu_mode import cpu_environment
-from harness.rollout.defaults import engine_defaults
-from harness.rollout.engine import NamedTensors
-from harness.rollout.engine_errors import EngineFailed
-from harness.runtime.child_environment import engine_environment
+from harness.rollout.engine import EngineFailed, NamedTensors
+from harness.rollout.engine_settings import cpu_environment, engine_defaults, engine_environment
 from harness.runtime.processes import end_processes
 
 START_SECONDS = 240.0

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.rollout.engine_errors import EngineFailed
+from harness.rollout.engine import EngineFailed
 from tests.tools.verify.plain_server import PlainServer
 from tests.tools.verify.senders import BROKEN, RIGHT, DoesNotApply, Sender, Stack
 from tests.tools.verify.versions import MODELS, make_versions

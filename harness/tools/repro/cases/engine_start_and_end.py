@@ -257,7 +257,7 @@ def unknown_engine_argument(broken: bool) -> None:
     unknown = {"disable_piecewise_cuda_graph_of_0_5_13": True}  # of no release, to fail alike with all
     if broken:
         arguments = {"model_path": "dummy", "load_format": "dummy", **unknown}
-        sglang_api.source.load("srt/server_args.py", "ServerArgs")(**arguments)
+        sglang_api.load("srt/server_args.py", "ServerArgs")(**arguments)
     else:
         _, dropped = sglang_api.check_arguments(sglang_api.probe(), {"model_path": "dummy"}, unknown)
         print("dropped:", *dropped)
@@ -273,7 +273,7 @@ def verl_engine_removed(broken: bool) -> None:
     """sglang no longer has VerlEngine, which scripts of spring 2025 import."""
     prepare_process()
     if broken:
-        print(sglang_api.source.load("srt/entrypoints/verl_engine.py", "VerlEngine"))
+        print(sglang_api.load("srt/entrypoints/verl_engine.py", "VerlEngine"))
     else:
         from harness.rollout.verl_engine import VerlEngine
 

@@ -76,10 +76,9 @@ def routed_experts_missing(broken: bool) -> None:
 def stale_cache_after_pause(broken: bool) -> None:
     """After a pause in place and an update, the prefix cache holds keys and values of the old weights."""
     from harness.rollout import sglang_api
-    from harness.rollout.sglang_api import source
-    from harness.rollout.sglang_api.probe import IO_STRUCT
+    from harness.rollout.sglang_api.probe import IO_STRUCT, load
 
-    pause, go_on = (source.load(IO_STRUCT, f"{name}GenerationReqInput") for name in ("Pause", "Continue"))
+    pause, go_on = (load(IO_STRUCT, f"{name}GenerationReqInput") for name in ("Pause", "Continue"))
     with tiny_engine() as engine:
         tensors = checkpoint_tensors(engine.trainer(seed=1))
         sampling = {"temperature": 0.0, "max_new_tokens": 10 * NEW_TOKENS, "ignore_eos": True}

@@ -185,7 +185,7 @@ def safe_unpickler(broken: bool) -> None:
     prepare_process()
     names = ["lm_head.weight"]
     payload = base64.b64encode(sglang_api.serialize(Weights(names) if broken else names)).decode()
-    serializer = sglang_api.source.load("srt/utils/common.py", "MultiprocessingSerializer")
+    serializer = sglang_api.load("srt/utils/common.py", "MultiprocessingSerializer")
     print("opened:", serializer.deserialize(payload))
 
 

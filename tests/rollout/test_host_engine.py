@@ -20,8 +20,8 @@ import psutil
 import pytest
 import uvloop
 
-from harness.rollout import engine_processes, sglang_api
-from harness.rollout.engine_processes import (
+from harness.rollout import host_engine, sglang_api
+from harness.rollout.host_engine import (
     TAKEN,
     EngineLog,
     output_to,
@@ -35,7 +35,7 @@ from harness.runtime.processes import end_processes
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_processes, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(host_engine, "POLL_SECONDS", 0.05)
 
 
 SLEEPER = "import time; time.sleep(60)"
@@ -67,7 +67,7 @@ def test_a_child_goes_on_writing_to_the_file_after_it_closes(tmp_path: Path, cap
 
 def test_python_streams_are_flushed_at_both_ends(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from harness.rollout.engine_processes import output_to\n"
+        "from pathlib import Path; from harness.rollout.host_engine import output_to\n"
         "print('before')\nwith output_to(Path('log')): print('within')\nprint('after')"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -123,7 +123,7 @@ def test_a_child_killed_by_sigkill_is_reported_once_though_nobody_reaps_it() -> 
 def test_of_several_dead_children_the_killed_one_is_reported_with_its_signal_whoever_waited_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_processes, "POLL_SECONDS", 1.0)  # for both to be gone when it looks
+    monkeypatch.setattr(host_engine, "POLL_SECONDS", 1.0)  # for both to be gone when it looks
     fork = multiprocessing.get_context("fork")
     may_leave = fork.Event()
     leaver = fork.Process(target=may_leave.wait)
@@ -138,7 +138,7 @@ def test_of_several_dead_children_the_killed_one_is_reported_with_its_signal_who
     leaver.join()
     assert told.wait(20)
     assert [death[1:] for death in deaths] == [(victim.pid, "SIGKILL")]
-    assert engine_processes.ending_signal(leaver) == engine_processes.ending_signal(living) == ""
+    assert host_engine.ending_signal(leaver) == host_engine.ending_signal(living) == ""
     living.kill()
     living.join()
 
@@ -150,11 +150,11 @@ def test_a_killed_child_has_its_signal_before_anybody_can_wait_for_it() -> None:
     """
     child = python(SLEEPER)
     stand_in: Any = SimpleNamespace(pid=child.pid, exitcode=None)
-    assert engine_processes.ending_signal(stand_in) == ""
+    assert host_engine.ending_signal(stand_in) == ""
     child.send_signal(signal.SIGKILL)
     while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert engine_processes.ending_signal(stand_in) == "SIGKILL"
+    assert host_engine.ending_signal(stand_in) == "SIGKILL"
     child.wait()
 
 
@@ -173,7 +173,7 @@ def test_a_death_after_stop_is_not_reported() -> None:
     stop, deaths, told = watched(psutil.Process(child.pid))
     stop.set()
     end_processes({child.pid: psutil.Process(child.pid)})
-    assert not told.wait(3 * engine_processes.POLL_SECONDS) and deaths == []
+    assert not told.wait(3 * host_engine.POLL_SECONDS) and deaths == []
     assert not psutil.pid_exists(child.pid)
 
 
@@ -247,7 +247,7 @@ TRACKER = TRACEBACK.replace("x.py", "multiprocessing/resource_tracker.py").repla
     ],
 )  # fmt: skip
 def test_the_first_error_of_a_log_is_the_cause(log: str, error: str) -> None:
-    assert engine_processes.first_error(log) == error
+    assert host_engine.first_error(log) == error
 
 
 POLICIES = [uvloop.EventLoopPolicy, asyncio.DefaultEventLoopPolicy]

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from harness.runtime.child_environment import TORCHRUN_VARIABLES, child_environment, engine_environment
+from harness.rollout.engine_settings import TORCHRUN_VARIABLES, child_environment, engine_environment
 
 
 def environment() -> dict[str, str]:
