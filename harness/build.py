@@ -30,10 +30,9 @@ from harness.rollout.engine_ranks import check_gpus
 from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
 from harness.rollout.verl_engine import VerlEngine
 from harness.rollouts import Rollouts
-from harness.runtime.background import in_background
 from harness.runtime.events import EventLog
-from harness.runtime.exits import end_failed
 from harness.runtime.fork_server import collecting_nothing
+from harness.runtime.processes import end_failed, in_background
 from harness.runtime.run_record import RunRecord
 from harness.seeds import seed_of
 from harness.trainer.actor import Actor, Reference

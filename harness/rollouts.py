@@ -15,8 +15,7 @@ from harness.config.schema import Config
 from harness.metrics import Metrics, validation_metrics
 from harness.rollout.engine import RolloutEngine
 from harness.rollout.responses import Response, check_weight_version, read_responses
-from harness.runtime import clock
-from harness.runtime.events import EventLog, quoted
+from harness.runtime.events import EventLog, quoted, unix_seconds
 from harness.seeds import seed_of
 from harness.task.data import Prompt, PromptSampler
 from harness.task.rewards import Reward
@@ -59,7 +58,7 @@ class Rollouts:
             # Engines of one run must not sample alike, and a resumed run must sample as this one does.
             self.engine.seed(seed_of(self.config.run.seed, index, self.engine_number))
             batch = self.batch_of(self.engine_prompts(index), weight_version)
-        self.first_token_at = self.first_token_at or clock.now()
+        self.first_token_at = self.first_token_at or unix_seconds()
         return batch
 
     def respond(self, index: int, most_tokens: int = 0) -> Batch:

@@ -38,16 +38,21 @@ from harness.config.layers import ConfigError
 from harness.config.run_folder import EVENTS, make_private, make_run_folder, open_to_others, write_config
 from harness.config.schema import Config
 from harness.observer import Observer, Observers, RunContext
-from harness.runtime import clock, launch_folder
 from harness.runtime.cpu_standins import activate
-from harness.runtime.errors import INTERRUPTED, Found, Stopped, UnsupportedEnvironment, rank_in, report_user_error
-from harness.runtime.events import Console, EventLog
-from harness.runtime.exits import end_failed, hard_exit
+from harness.runtime.errors import (
+    INTERRUPTED,
+    Found,
+    Stopped,
+    UnsupportedEnvironment,
+    rank_in,
+    report_of,
+    report_user_error,
+    tell_report,
+)
+from harness.runtime.events import MEET, RUN, Console, EventLog, Work, unix_seconds, working
 from harness.runtime.fork_server import collecting_nothing
 from harness.runtime.memory_gauge import MemoryGauge
-from harness.runtime.phases import MEET, RUN
-from harness.runtime.processes import descendants, end_processes, start_time
-from harness.runtime.working import Work, working
+from harness.runtime.processes import descendants, end_failed, end_processes, hard_exit, start_time
 from harness.task.rewards import MakeReward
 
 STAND_INS = "sgl_kernel, torchvision, harness_sglang_cpu"
@@ -72,7 +77,7 @@ def run(
 
     Return an exit code if this rank sees a mistake before it meets the others; otherwise end the process with the code.
     """
-    launched, entered = _launched_at(), clock.now()
+    launched, entered = _launched_at(), unix_seconds()
     try:
         launch = Launch.from_environment(os.environ)
         dims = ParallelDims.of(config.parallel)
@@ -102,7 +107,7 @@ def run(
                 )
             console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
         observer.phase_begins(MEET, None)
-        began_to_meet = clock.now()
+        began_to_meet = unix_seconds()
         seconds, interface = config.run.timeout_seconds, config.network.interface
         with open_world(launch, device, seconds, config.parallel.colocate, interface) as world:
             folder = _make_run_folder(config)
@@ -120,9 +125,9 @@ def run(
             started = start_time(os.getpid())
             context.events.span("launcher", launched, started)
             context.events.span("imports of this process", started, entered)
-            context.events.span("meeting", began_to_meet, clock.now())
+            context.events.span("meeting", began_to_meet, unix_seconds())
             if launch.local_rank == 0:
-                launch_folder.tell_report(launch_folder.report_of(folder, world.launcher))
+                tell_report(report_of(folder, world.launcher))
             doing.what = "the job, between two phases"
             code = _run_job(job, context)
     except (WorldError, NetworkError, ConfigError) as error:  # on every rank
@@ -201,10 +206,10 @@ def _run_job(job: str | Job, context: RunContext) -> int:
         if rank == 0:  # as given, for the report of a run that fails early; the job writes what it became
             write_config(context.folder, context.config, context.world.device_type)
         observer.phase_ends(MEET, None)
-        began = clock.now()
+        began = unix_seconds()
         with working(f"importing {job}", importing=True) if events.console else nullcontext(), collecting_nothing():
             work = _import_job(job) if isinstance(job, str) else job
-        events.span("imports of the job", began, clock.now())
+        events.span("imports of the job", began, unix_seconds())
         with events.phase(RUN):
             verdict = work(context)
         observer.passed()

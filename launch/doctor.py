@@ -52,7 +52,7 @@ def look(config: Config) -> int:
     """Examine, and end the process (see hard_exit). Raise UnsupportedEnvironment without torch."""
     try:
         from harness.cluster.world import Launch
-        from harness.runtime.exits import hard_exit
+        from harness.runtime.processes import hard_exit
         from harness.tools.doctor.examine import examine
     except ImportError as error:
         raise UnsupportedEnvironment(f"{sys.executable} cannot import what the doctor needs: {error}.") from error

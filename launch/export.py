@@ -21,8 +21,8 @@ import _checkout
 _checkout.use()
 
 from harness.runtime.errors import report_user_error
+from harness.runtime.events import working
 from harness.runtime.installed import as_typed
-from harness.runtime.working import working
 from harness.tools import environments
 from harness.tools.command_line import exit_with
 

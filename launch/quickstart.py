@@ -19,7 +19,7 @@ _checkout.use()
 
 from harness.runtime import redact
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
-from harness.runtime.working import working
+from harness.runtime.events import working
 from harness.tools import preflight
 from harness.tools.command_line import exit_with, read_command, refuse_numbers_of_ranks
 from harness.tools.environments import Unusable, ensure, made

@@ -13,7 +13,7 @@ from string import Formatter
 
 from harness.config.layers import nearest
 from harness.config.schema import TINY_MODELS, Config
-from harness.runtime.phases import PHASES
+from harness.runtime.events import PHASES
 from harness.task.rewards import HANDED_IN, REWARDS, is_reward
 
 

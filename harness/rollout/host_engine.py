@@ -31,11 +31,10 @@ from harness.rollout import sglang_api
 from harness.rollout.early_start import Starts, forking
 from harness.rollout.engine import EngineFailed, in_one_line
 from harness.rollout.engine_settings import child_environment
-from harness.runtime import scratch
 from harness.runtime.errors import say
-from harness.runtime.exits import hard_exit
+from harness.runtime.files import engine_folder, remove_what_exit_would, variables_of_folder
 from harness.runtime.fork_server import ForkServer
-from harness.runtime.processes import descendants, descendants_since, end_processes, is_alive, wait_status
+from harness.runtime.processes import descendants, descendants_since, end_processes, hard_exit, is_alive, wait_status
 
 POLL_SECONDS = 0.5
 TAKEN = (signal.SIGTERM, signal.SIGQUIT)
@@ -68,7 +67,7 @@ class HostEngine:
         self._on_death = on_death
         self._handlers = own_handlers()
         # SGLang makes sockets in its folder for temporary files and removes none of them.
-        self._scratch = scratch.engine_folder()
+        self._scratch = engine_folder()
         self.folder = Path(self._scratch.name)
         """For temporary files of the engine's processes, and for the sockets by which ranks of this host reach them."""
         self._stop_watching: Callable[[], None] = lambda: None
@@ -88,7 +87,7 @@ class HostEngine:
         serves: whether this is node 0 of the engine, the only one that can be called.
         """
         arguments = {**arguments, "custom_sigquit_handler": ignore_signal}
-        environment = {**environment, **scratch.variables(self.folder)}
+        environment = {**environment, **variables_of_folder(self.folder)}
         servers = ForkServer.handed_over()
         self._before = descendants().keys() - {server.pid for server in servers}
         with started_processes() as started:
@@ -149,7 +148,7 @@ class HostEngine:
         end_processes(descendants_since(()))
         self._scratch.cleanup()
         if not self._on_death:
-            scratch.remove_what_exit_would()
+            remove_what_exit_would()
             hard_exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes
 
 

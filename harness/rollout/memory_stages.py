@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from harness.rollout.engine import RolloutEngine
-from harness.runtime.units import MIB
+from harness.runtime import MIB
 
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 

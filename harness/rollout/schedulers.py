@@ -34,8 +34,8 @@ from harness.rollout.engine import EngineFailed, PeerGone, SchedulerFailed
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.served_models import DRAFT, DRAFT_CLASS, STALE_DRAFT, TARGET, models_in, serve_together
 from harness.runtime.errors import rank_in
+from harness.runtime.events import Work, working
 from harness.runtime.processes import wake_on_time
-from harness.runtime.working import Work, working
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.rollout import sglang_api
 from harness.rollout.engine import NamedTensors
-from harness.runtime.background import in_background
+from harness.runtime.processes import in_background
 
 T = TypeVar("T")
 

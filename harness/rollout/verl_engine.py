@@ -43,8 +43,8 @@ from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, seed_
 from harness.rollout.update_group import UpdateGroup
 from harness.runtime.cpu_standins import activate
 from harness.runtime.errors import rank_in
+from harness.runtime.events import working
 from harness.runtime.fork_server import ForkServer
-from harness.runtime.working import working
 
 T = TypeVar("T")
 

@@ -2,9 +2,12 @@
 `git bisect run` takes as "skip"), the failure that was looked for (1), or SIGTERM (143, as in a shell).
 
 torchrun prints its own report after its ranks have ended, so the sentence is printed twice: at once, and below that
-report. launch/torchrun.py prints no report (launch_folder.py), and the sentence is printed once. Standard library only, because this file also runs as a script.
+report. launch/torchrun.py keeps that report off the screen, so the sentence is printed once; it returns only when the
+watchdog of its host has ended and said everything. The ranks tell it how the run ends by files of a folder. Standard
+library only.
 """
 
+import fcntl
 import json
 import os
 import select
@@ -14,6 +17,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from harness.runtime import redact
+from harness.runtime.files import is_own_folder
+from harness.runtime.installed import as_typed
 
 APPEARED, MISTAKE, CANNOT_RUN_HERE, INTERRUPTED, STOPPED = 1, 2, 125, 130, 143
 
@@ -25,6 +32,14 @@ TORCHRUN_SECONDS = 60.0
 SPEAKS_LAST = "HARNESS_SPEAKS_LAST"
 """Variable of the process that prints below torchrun's report. The watchdog leaves that process alone."""
 STANDARD_ERROR = 2
+_SAY_AFTER = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "
+    "from harness.runtime.errors import say_after; say_after(int(sys.argv[1]), sys.argv[2])"
+)
+LAUNCH_FOLDER = "HARNESS_LAUNCH"
+"""Variable with the folder in which launch/torchrun.py and its ranks tell each other how their run ends."""
+POLL_SECONDS = 0.05
+_REPORT, _SAID, _WATCHDOG = "report", "said", "watchdog"
 
 
 class UnsupportedEnvironment(RuntimeError):
@@ -51,9 +66,6 @@ def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
     alone: the other ranks may not have this mistake, so each rank prints its own unless rank 0 has ended the run
     before.
     """
-    from harness.runtime import redact  # not above: this file also runs as a script
-    from harness.runtime.installed import as_typed
-
     if rank:
         time.sleep(SPEAK_FIRST_SECONDS)
     if rank == 0 or alone:
@@ -84,11 +96,9 @@ def say_twice(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from harness.runtime import launch_folder  # not above: this file also runs as a script
-
         tell_torchrun(text.strip())
-        if launch_folder.launch_folder():
-            launch_folder.tell_said()
+        if launch_folder():
+            tell_said()
         else:
             _say_below_torchrun(text)
 
@@ -136,9 +146,10 @@ def _say_below_torchrun(text: str) -> None:
     """
     if (torchrun := launcher_pid()) == 1:
         return  # torchrun has died before its ranks, or everything ends together with it because it is a container's process 1
+    words = [sys.executable, "-S", "-I", "-c", _SAY_AFTER, str(torchrun), in_utf8(text)]
     with suppress(OSError):  # no memory, or no /proc: the text stands above torchrun's report then
         subprocess.run(
-            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-S", "-E", __file__, str(torchrun), in_utf8(text)],
+            ["/bin/sh", "-c", '"$@" &', "sh", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=os.environ | {SPEAKS_LAST: "1"},
@@ -147,7 +158,7 @@ def _say_below_torchrun(text: str) -> None:
         )
 
 
-def _say_after(pid: int, text: str) -> None:
+def say_after(pid: int, text: str) -> None:
     """Wait until that process has ended, then print on its standard error.
 
     Print nothing if it is still there after TORCHRUN_SECONDS: the text has been printed once already.
@@ -159,5 +170,57 @@ def _say_after(pid: int, text: str) -> None:
     say(text, screen)
 
 
-if __name__ == "__main__":
-    _say_after(int(sys.argv[1]), sys.argv[2])
+def launch_folder() -> Path | None:
+    """Return the folder of the launch/torchrun.py that started this rank; None if something else did."""
+    given = os.environ.get(LAUNCH_FOLDER, "")
+    return Path(given) if given and is_own_folder(Path(given)) else None
+
+
+def report_of(run: Path, launcher: str) -> Path:
+    """Return the file of a run directory in which a launcher (World.launcher) keeps torchrun's own report."""
+    return run / f"torchrun-{launcher}.log"
+
+
+def tell_report(file: Path) -> None:
+    """Tell the launcher in which file of the run directory to keep torchrun's own report."""
+    if folder := launch_folder():
+        (folder / _REPORT).write_text(str(file), encoding="utf-8")
+
+
+def told_report(folder: Path) -> Path | None:
+    """Return the file that tell_report() named, or None if the ranks ended before they called it."""
+    file = folder / _REPORT
+    return Path(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def tell_said() -> None:
+    """Tell the launcher that the screen says why the run ends."""
+    if folder := launch_folder():
+        with suppress(OSError):  # a full disk
+            (folder / _SAID).touch()
+
+
+def is_said(folder: Path) -> bool:
+    return (folder / _SAID).exists()
+
+
+def hold_launcher() -> int | None:
+    """Return a descriptor; until all processes that have it are gone, the launcher stays. None without our launcher."""
+    if not (folder := launch_folder()):
+        return None
+    descriptor = os.open(folder / _WATCHDOG, os.O_WRONLY | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def wait_until_free(folder: Path, seconds: float) -> None:
+    """Wait until nothing holds the launcher, for so many seconds at most."""
+    until, file = time.monotonic() + seconds, folder / _WATCHDOG
+    if not file.exists():
+        return
+    with file.open("w") as held:
+        while time.monotonic() < until:
+            with suppress(BlockingIOError):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(POLL_SECONDS)

@@ -1,21 +1,163 @@
-"""What one rank does, one line each in events/rankN.jsonl: phases and facts. Rank 0 also prints some of it.
+"""What a rank does, and how it says so: phases and facts, and lines for a person.
 
-A phase has a name, a start, an end, seconds and memory. During a long phase, rank 0 prints every few seconds what it is
-waiting for (working.py).
+Each fact is a line of events/rankN.jsonl; rank 0 also prints some of it. A phase has a name, a start, an end, seconds and
+memory. Whatever lasts long (`working`) says every few seconds what it waits for, so that nobody takes it for one that
+hangs. Standard library only.
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from harness.runtime import clock, redact
-from harness.runtime.phases import RUN
-from harness.runtime.working import working
+from harness.runtime import redact
+
+_AT_ZERO = time.time() - time.monotonic()
+"""UNIX seconds at the zero of time.monotonic(), as this process has seen it first."""
+
+MEET = "meet"
+"""Until the ranks have met and have compared config, environment and locations."""
+RUN = "run"
+"""The whole job; all other phases are inside it."""
+
+_START = (
+    "inputs", "quantize_model", "import_sglang", "start_engine", "first_release", "build_trainer", "load_baseline",
+    "load_checkpoint",
+)  # fmt: skip
+_STEP = (
+    "resume_weights", "sync", "resume_kv_cache", "generate", "validate", "release", "old_log_probs", "reference_log_probs", "values",
+    "advantages", "update_critic", "update_actor", "free_caches",
+)  # fmt: skip
+_VERIFY = (
+    "baseline", "perturb", "push", "generate", "changed_log_probs", "poison", "fingerprints", "first_sync", "copies", "held",
+    "log_probs",
+)  # fmt: skip
+_SYNC_JOB = ("readback", "bench")
+_MISMATCH_JOB = ("engine_scores", "trainer_scores", "routers", "record", "save_weights")
+
+STEP_PHASES = (*_STEP, *(f"verify_{part}" for part in _VERIFY))
+"""Phases that belong to a step."""
+
+PHASES = (
+    *(MEET, RUN, *_START, *_STEP, *(f"verify_{part}" for part in _VERIFY)),
+    *("save_checkpoint", *_SYNC_JOB, *_MISMATCH_JOB, "shutdown"),
+)
+
+EVERY_SECONDS = 8.0
+"""How long a program may say nothing."""
+LOOK_SECONDS = 1.0
+
+
+def unix_seconds() -> float:
+    """Return UNIX time that advances evenly: setting the machine's clock during a run moves no event of it."""
+    return _AT_ZERO + time.monotonic()
+
+
+def phase_of_step(phase: str, step: int | None) -> str:
+    """Return "sync of step 1"; the name alone for a phase that belongs to no step."""
+    return phase if step is None else f"{phase} of step {step}"
+
+
+class Voice(Protocol):
+    """Where the lines go."""
+
+    spoke: float
+    """time.monotonic() when it last said something."""
+
+    def say(self, text: str) -> None: ...
+
+
+@dataclass(slots=True)
+class StandardError:
+    """Lines on standard error as it is now: while an engine starts, descriptor 2 is the engine's log."""
+
+    spoke: float = field(default_factory=time.monotonic)
+    _screen: int = field(default_factory=lambda: os.dup(2))
+
+    def say(self, text: str) -> None:
+        self.spoke = time.monotonic()
+        with suppress(OSError):  # nobody reads it
+            os.write(self._screen, f"{text}\n".encode(errors="backslashreplace"))
+
+    def close(self) -> None:
+        os.close(self._screen)
+
+
+@dataclass(slots=True)
+class Work:
+    """What a program is doing."""
+
+    what: str
+    """May change while it lasts, as in "3 of 16 ranks done"."""
+    importing: bool = False
+    every: float = 0.0
+    """Seconds between two lines; 0: EVERY_SECONDS."""
+    began: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Open:
+    """The working() blocks that a thread is inside of, outermost first, and where all of them speak."""
+
+    voice: Voice
+    works: list[Work] = field(default_factory=list)
+
+
+_open: ContextVar[_Open | None] = ContextVar("open works", default=None)
+
+
+@contextmanager
+def working(what: str, voice: Voice | None = None, *, importing: bool = False, every: float = 0.0) -> Iterator[Work]:
+    """Say what is done in this block whenever nothing was said for EVERY_SECONDS.
+
+    Inside another such block its voice is used, and the innermost block is named. importing: whether the block does
+    little but import modules (see interrupts.py). every: seconds, if not EVERY_SECONDS.
+    """
+    work, outer = Work(what, importing, every), _open.get()
+    if outer:
+        outer.works.append(work)
+        try:
+            yield work
+        finally:
+            outer.works.remove(work)
+    elif voice is None:
+        voice = StandardError()
+        try:
+            with working(what, voice, importing=importing, every=every) as work:
+                yield work
+        finally:
+            voice.close()
+    else:
+        found, over = _Open(voice, [work]), threading.Event()
+        speaker = threading.Thread(target=_speak, args=[found, over], name="working", daemon=True)
+        speaker.start()
+        token = _open.set(found)
+        try:
+            yield work
+        finally:
+            _open.reset(token)
+            over.set()
+            speaker.join()
+
+
+def current_work() -> Work | None:
+    """Return the innermost open work of this thread."""
+    found = _open.get()
+    return found.works[-1] if found else None
+
+
+def _speak(found: _Open, over: threading.Event) -> None:
+    while not over.wait(min(LOOK_SECONDS, EVERY_SECONDS)):
+        now, work = time.monotonic(), found.works[-1]
+        if now - max(found.voice.spoke, found.works[0].began) >= (work.every or EVERY_SECONDS):
+            with suppress(OSError):  # a closed pipe, which whoever speaks next notices
+                found.voice.say(f"{work.what} ({now - work.began:.0f} s so far)")
 
 
 def quoted(text: str, most: int) -> str:
@@ -42,7 +184,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print one line, at once."""
-        self._write(f"[{clock.now() - self.launched:6.1f} s] {text}\n")
+        self._write(f"[{unix_seconds() - self.launched:6.1f} s] {text}\n")
 
     def show(self, text: str) -> None:
         """Print a block, such as a table, without a time."""
@@ -102,7 +244,7 @@ class EventLog:
     def fact(self, name: str, **values: Any) -> None:
         """Write one line: time (UNIX seconds), rank, host, name and the values."""
         line = json.dumps(
-            {"time": clock.now(), "rank": self.rank, "host": self.host, "event": name} | redact.values(values),
+            {"time": unix_seconds(), "rank": self.rank, "host": self.host, "event": name} | redact.values(values),
             default=lambda value: redact.text(str(value)),
         )
         with self._lock:

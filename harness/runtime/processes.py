@@ -1,4 +1,5 @@
-"""Processes of this host: find what a process has started, end it, and remove what it left in /dev/shm.
+"""Processes of this host: find what a process has started, end it, and remove what it left in /dev/shm; and how a rank
+ends at once, since its threads, and other ranks, may be in collectives that will never end.
 
 A pid alone does not name a process for long, because the kernel reuses it. psutil.Process compares start times too.
 """
@@ -11,12 +12,19 @@ import signal
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from traceback import clear_frames
+from typing import NoReturn, TypeVar
 
 import psutil
+
+from harness.runtime import redact
+from harness.runtime.errors import say, tell_torchrun
 
 END_SECONDS = 10.0
 """How long a process may take to end after SIGKILL."""
@@ -31,6 +39,10 @@ _TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 _AT_FDCWD, _STATX_BTIME, _STATX_BYTES, _STATX_BTIME_OFFSET = -100, 0x800, 256, 0x50  # of statx(2)
 _PRCTL = {"PR_SET_PDEATHSIG": 1, "PR_SET_TIMERSLACK": 29, "PR_SET_CHILD_SUBREAPER": 36}
 """Linux's numbers, from <sys/prctl.h>."""
+
+FAILED = 1
+
+T = TypeVar("T")
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -212,3 +224,47 @@ def wake_on_time() -> None:
 def prctl(option: str, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PRCTL[option], value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def hard_exit(code: int) -> NoReturn:
+    """Exit at once, and skip Python's own shutdown.
+
+    If a thread of torch or gloo asks for the interpreter's lock while Python 3.11 shuts down, the process aborts
+    ("terminate called without an active exception"). That made ranks fail that had passed, twice in some hundred test
+    runs.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a full disk, or a pipe that nobody reads
+            stream.flush()
+    os._exit(code)
+
+
+def end_failed(said: str, error: str, traceback: str, announce: Callable[[str, str], None]) -> NoReturn:
+    """Print what happened, announce the error, and end what this process has started and itself.
+
+    Call it from any thread.
+
+    said: lines for the screen. announce: called with error and traceback. If a watchdog observes the run, it ends this
+    process in there, and later prints the run's first failure.
+    """
+    said, error, traceback = map(redact.text, (said, error, traceback))
+    say(said + "\n")
+    tell_torchrun(error, traceback)
+    announce(error, traceback)
+    end_processes(descendants())
+    hard_exit(FAILED)
+
+
+def in_background(work: Callable[[], T], name: str) -> "Future[T]":
+    """Run work() on a daemon thread: a collective that never ends then does not keep the process from exiting."""
+    future: Future[T] = Future()
+
+    def target() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # otherwise its frames keep the work's tensors alive
+            future.set_exception(error)
+
+    threading.Thread(target=target, name=name, daemon=True).start()
+    return future

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.runtime import clock
-from harness.runtime.units import MIB
+from harness.runtime import MIB
+from harness.runtime.events import unix_seconds
 
 SUMMARIZED = ("log_prob_difference_", "sync_", "seconds/verify_")
 """Prefixes of the metrics that stay in memory for the verdict and the report. A run may be long: the file has the
@@ -41,7 +41,7 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         """Count the time until now as launch and import."""
-        self.startup["launch_and_import"] = clock.now() - self.launched
+        self.startup["launch_and_import"] = unix_seconds() - self.launched
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

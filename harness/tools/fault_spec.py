@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from harness.config.layers import nearest
 from harness.config.schema import Config
-from harness.runtime.phases import MEET, PHASES, STEP_PHASES
+from harness.runtime.events import MEET, PHASES, STEP_PHASES
 
 ANYWHERE = ("exception", "kill", "stop", "hang", "slow", "oom", "full-disk")
 """Kinds that can happen in any phase."""

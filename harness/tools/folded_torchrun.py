@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.run_folder import EVENTS
-from harness.runtime import launch_folder, redact
-from harness.runtime.errors import MISTAKE, say
-from harness.runtime.phases import RUN, phase_of_step
-from harness.runtime.working import Work, working
+from harness.runtime import redact
+from harness.runtime.errors import LAUNCH_FOLDER, MISTAKE, is_said, say, told_report, wait_until_free
+from harness.runtime.events import RUN, Work, phase_of_step, working
 from harness.tools.interrupts import TAKEN, Interrupted, say_interrupted
 
 WATCHDOG_SECONDS = 25.0
@@ -47,7 +46,7 @@ class Launch:
         with ExitStack() as stack, ExitStack() as until_started:
             make = tempfile.TemporaryDirectory(prefix="harness-launch-", ignore_cleanup_errors=True)
             folder = Path(stack.enter_context(make))
-            os.environ[launch_folder.VARIABLE] = str(folder)
+            os.environ[LAUNCH_FOLDER] = str(folder)
             starting = until_started.enter_context(working(what, importing=True))
             yield cls(folder, starting, _until_started=until_started)
 
@@ -89,17 +88,17 @@ class Launch:
             code, last = FAILED, f"{traceback.format_exc()}FAILED: torchrun: {type(error).__name__}: {error}"
         for each, handler in handlers.items():
             signal.signal(each, handler)
-        launch_folder.wait_until_free(self.folder, WATCHDOG_SECONDS)
+        wait_until_free(self.folder, WATCHDOG_SECONDS)
         self._close(number, last)
         return code
 
     def _close(self, number: int, last: str) -> None:
         """Keep torchrun's report, and say what nobody has said. number: of the signal that came."""
-        file, text = launch_folder.told_report(self.folder), self.report.getvalue()
+        file, text = told_report(self.folder), self.report.getvalue()
         if file and text:
             with suppress(OSError):  # a full disk
                 file.write_text(redact.text(text), encoding="utf-8")
-        if launch_folder.is_said(self.folder):
+        if is_said(self.folder):
             return
         if number:
             phase = file and _last_phase(file.parent)

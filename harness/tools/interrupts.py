@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from harness.runtime.errors import STANDARD_ERROR, say
-from harness.runtime.working import current_work
+from harness.runtime.events import current_work
 
 TAKEN = (signal.SIGINT, signal.SIGTERM)
 NAMES = {int(signal.SIGINT): "Ctrl-C (SIGINT)", int(signal.SIGTERM): "SIGTERM", int(signal.SIGHUP): "SIGHUP"}

@@ -11,7 +11,7 @@ from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, host_name, place
 from harness.cluster.ports import planned_ports
 from harness.observer import Observer, RunContext
-from harness.runtime.phases import MEET
+from harness.runtime.events import MEET
 from harness.tools.ranks import runs
 
 if TYPE_CHECKING:

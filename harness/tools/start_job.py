@@ -8,8 +8,8 @@ from harness.config.resolve import SECTIONS, resolve
 from harness.observer import RunContext
 from harness.rollout.early_start import start_early
 from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
+from harness.runtime.events import working
 from harness.runtime.fork_server import ForkServer, collecting_nothing
-from harness.runtime.working import working
 from harness.tools import kernel_caches, preflight
 from harness.tools.command_line import Command
 

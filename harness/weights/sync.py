@@ -8,7 +8,7 @@ from torch import nn
 
 from harness.cluster.world import all_gather
 from harness.rollout.engine import RolloutEngine
-from harness.runtime.units import MIB
+from harness.runtime import MIB
 from harness.trainer.model import named_tensors, tied_names
 from harness.weights.loader import EngineLoader
 from harness.weights.model_files import copy_all_but_weights

@@ -110,7 +110,7 @@ def test_a_host_without_a_gpu_among_others_is_named_on_every_rank() -> None:
 
 @pytest.mark.parametrize("stream", ["/dev/full", "closed"])
 def test_an_exit_is_an_exit_although_what_was_printed_cannot_be_written(stream: str) -> None:
-    code = "from harness.runtime.exits import hard_exit; print('x' * 99); hard_exit(7)"
+    code = "from harness.runtime.processes import hard_exit; print('x' * 99); hard_exit(7)"
     reading, writing = os.pipe()
     os.close(reading)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from tests.end_to_end.launching import REPOSITORY, Job, run
 
 pytestmark = pytest.mark.gpu

@@ -110,11 +110,11 @@ def test_a_run_says_which_phase_was_interrupted_and_where_its_folder_is(
 
 
 FORKING = """
-from harness.runtime import working
+from harness.runtime import events
 from harness.tools import interrupts
 interrupts.end_by_sentence("the program")
 import os, sys, tempfile, time
-with tempfile.TemporaryDirectory(), working.working("the work"):
+with tempfile.TemporaryDirectory(), events.working("the work"):
     if os.fork():
         print("ready", flush=True)
     while True:  # a signal that comes just before a long sleep begins does not cut it short

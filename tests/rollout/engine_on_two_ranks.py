@@ -171,6 +171,6 @@ def stops(engine: Any, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    from harness.runtime.exits import hard_exit
+    from harness.runtime.processes import hard_exit
 
     hard_exit(0)

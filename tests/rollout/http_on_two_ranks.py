@@ -60,6 +60,6 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    from harness.runtime.exits import hard_exit
+    from harness.runtime.processes import hard_exit
 
     hard_exit(0)

@@ -30,7 +30,7 @@ from harness.rollout import schedulers, sglang_api
 from harness.rollout.engine import PeerGone
 from harness.rollout.engine_ranks import Group
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, start_serving
-from harness.runtime.working import Work
+from harness.runtime.events import Work
 from harness.weights.worker.kept_trace import held_tensors
 from tests.cluster.gloo import on_ranks
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from harness.observer import Observer, Observers
-from harness.runtime import clock, working
-from harness.runtime.events import Console, EventLog
+from harness.runtime import events
+from harness.runtime.events import Console, EventLog, unix_seconds
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -23,20 +23,20 @@ def log_at(path: Path, console: Console | None = None) -> EventLog:
 
 def test_a_fact_is_one_line_with_time_rank_and_host(tmp_path: Path) -> None:
     log = log_at(tmp_path)
-    before = clock.now()
+    before = unix_seconds()
     log.fact("sample", text="two\nlines", folder=tmp_path)
     log.close()
     log.fact("again")
     log.close()
     first, second = lines(log.path)
-    assert before <= first.pop("time") <= clock.now()
+    assert before <= first.pop("time") <= unix_seconds()
     assert first == {"rank": 3, "host": "here", "event": "sample", "text": "two\nlines", "folder": str(tmp_path)}
     assert second["event"] == "again"
 
 
 def test_a_clock_that_is_set_back_moves_no_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    log = log_at(tmp_path, Console(stream, launched=clock.now()))
+    log = log_at(tmp_path, Console(stream, launched=unix_seconds()))
     log.say("one")
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
@@ -97,7 +97,7 @@ def test_a_failed_phase_says_so_and_does_not_end(error: BaseException, tmp_path:
 
 
 def test_a_long_phase_says_what_it_waits_for_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(working, "EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(events, "EVERY_SECONDS", 0.1)
     stream = io.StringIO()
     log = log_at(tmp_path, Console(stream, launched=time.time() - 100))
     before, deadline = set(threading.enumerate()), time.monotonic() + 60

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.runtime import MIB
 from harness.runtime.events import EventLog
 from harness.runtime.memory_gauge import MemoryGauge
-from harness.runtime.units import MIB
 
 
 def test_a_gauge_without_a_gpu_reads_host_memory_through_the_event_log(tmp_path: Path) -> None:

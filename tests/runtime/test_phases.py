@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from harness.runtime.phases import MEET, PHASES, RUN
+from harness.runtime.events import MEET, PHASES, RUN
 
 HARNESS = Path(__file__).resolve().parents[2] / "harness"
 

@@ -16,7 +16,7 @@ from harness.cluster.world import behaviour
 from harness.config.layers import redacted, to_toml
 from harness.config.run_folder import write_config
 from harness.config.schema import Config, Engine
-from harness.runtime import exits, redact
+from harness.runtime import processes, redact
 from harness.runtime.events import EventLog
 from harness.tools.environment_file import command
 from harness.tools.export.program import render
@@ -162,10 +162,10 @@ def planted_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     events.say(ERROR)
     with suppress(RuntimeError), events.phase("sync"):
         raise RuntimeError(ERROR)
-    monkeypatch.setattr(exits, "hard_exit", lambda code: None)
-    monkeypatch.setattr(exits, "end_processes", lambda processes: None)
+    monkeypatch.setattr(processes, "hard_exit", lambda code: None)
+    monkeypatch.setattr(processes, "end_processes", lambda processes: None)
     told = list[str]()
-    exits.end_failed(ERROR, ERROR, ERROR, lambda *said: told.extend(said))
+    processes.end_failed(ERROR, ERROR, ERROR, lambda *said: told.extend(said))
     events.fail(*told)
     events.close()
     failure = RunFailure(

@@ -4,8 +4,8 @@ import json
 import time
 from pathlib import Path
 
+from harness.runtime import GIB
 from harness.runtime.run_record import Metrics, RunRecord, memory, step_line
-from harness.runtime.units import GIB
 
 STEP = {
     "reward_mean": 0.25, "truncated_share": 0.5, "log_prob_difference_mean": 2.5e-6, "actor/loss": -0.125, "actor/grad_norm": 0.5,

@@ -12,15 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.runtime import scratch
+from harness.runtime import files
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENTER = f"""
 import socket, sys, tempfile
 sys.path.insert(0, {str(REPOSITORY)!r})
-from harness.runtime import scratch
-print(scratch.enter_run_folder("harness-0-12345-6789-0"))
-engine = scratch.engine_folder()
+from harness.runtime import files
+print(files.enter_run_folder("harness-0-12345-6789-0"))
+engine = files.engine_folder()
 longest = f"{{engine.name}}/torch-shm-dir-123456"
 import os
 os.mkdir(longest)
@@ -52,9 +52,9 @@ def test_files_of_a_killed_process_are_removed(base: Path) -> None:
     assert Path(folder).parent == base
     assert Path(file).parent == Path(folder)
     assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
-    scratch.remove_run_folders("harness-0-12345-6789-1")
+    files.remove_run_folders("harness-0-12345-6789-1")
     assert Path(file).exists()
-    scratch.remove_run_folders(NAME)
+    files.remove_run_folders(NAME)
     assert [each.name for each in base.iterdir()] == [f"torchinductor_{psutil.Process().username()}"], "kept for later"
 
 
@@ -64,7 +64,7 @@ def test_compiled_kernels_are_taken_from_a_folder_of_this_user_alone(
 ) -> None:
     """torch imports what it finds in its cache, and anybody can make a folder of that name in /tmp."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.delenv(scratch.SHARED, raising=False)
+    monkeypatch.delenv(files.SHARED, raising=False)
     cache = base / f"torchinductor_{psutil.Process().username()}"
     if harm == "link":
         cache.symlink_to(base)
@@ -76,7 +76,7 @@ def test_compiled_kernels_are_taken_from_a_folder_of_this_user_alone(
             pytest.skip("only root can give a folder to another user")
         os.chown(cache, 65534, 65534)
     private = base / "private"
-    found = scratch.variables(private)["TORCHINDUCTOR_CACHE_DIR"]
+    found = files.variables_of_folder(private)["TORCHINDUCTOR_CACHE_DIR"]
     assert found == str(cache if harm == "nothing" else private / "torchinductor")
     assert harm != "nothing" or stat.S_IMODE(cache.stat().st_mode) == 0o700
 
@@ -87,31 +87,31 @@ def test_a_base_folder_too_long_for_sockets_is_not_used(tmp_path: Path, monkeypa
     folder, _ = entered(deep)
     assert Path(folder).parent == Path("/tmp")
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    scratch.remove_run_folders(NAME)
+    files.remove_run_folders(NAME)
     assert not Path(folder).exists()
 
 
 def test_a_link_is_not_followed(base: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     (base / f"{NAME}.tmp-12345678").symlink_to(tmp_path)
-    scratch.remove_run_folders(NAME)
+    files.remove_run_folders(NAME)
     assert (tmp_path / "mine").exists()
 
 
 MEET = f"""
 import os, subprocess, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
-from harness.runtime import scratch
+from harness.runtime import files
 if len(sys.argv) > 1:
-    scratch.enter_run_folder({NAME!r})
-    engine = scratch.engine_folder()
-    environment = os.environ | scratch.variables(engine.name)
+    files.enter_run_folder({NAME!r})
+    engine = files.engine_folder()
+    environment = os.environ | files.variables_of_folder(engine.name)
     seen = subprocess.check_output([sys.executable, *sys.orig_argv[1:-1]], env=environment, text=True)
-    assert seen.split() == [str(scratch.shared()), engine.name], seen
-    print(scratch.shared())
+    assert seen.split() == [str(files.shared_folder()), engine.name], seen
+    print(files.shared_folder())
 else:
     import tempfile
-    print(scratch.shared(), tempfile.gettempdir())
+    print(files.shared_folder(), tempfile.gettempdir())
 """
 
 
@@ -125,19 +125,19 @@ def test_ranks_and_schedulers_of_a_host_still_meet_in_one_folder(base: Path) -> 
 def test_a_folder_that_disappears_meanwhile_causes_no_error(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = entered(base)
     monkeypatch.setattr(Path, "glob", lambda *_: [base / f"{NAME}.tmp-gone", Path(folder)])
-    scratch.remove_run_folders(NAME)
+    files.remove_run_folders(NAME)
     assert not Path(folder).exists()
 
 
 def test_a_rank_with_a_folder_of_its_own_removes_those_of_the_others_too() -> None:
     """As it does in the place of a lost watchdog; the folder for temporary files is not /tmp."""
     code = (
-        "from harness.runtime import scratch\n"
-        f"made = [scratch.enter_run_folder({NAME!r})]\n"
-        f"scratch.remove_run_folders({NAME!r})\n"
+        "from harness.runtime import files\n"
+        f"made = [files.enter_run_folder({NAME!r})]\n"
+        f"files.remove_run_folders({NAME!r})\n"
         "print(made[0], made[0].exists())"
     )
     environment = os.environ | {"TMPDIR": "/var/tmp"}
-    environment.pop(scratch.SHARED, None)
+    environment.pop(files.SHARED, None)
     said = subprocess.check_output([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, text=True)
     assert said.startswith("/var/tmp/") and said.split()[1] == "False"

@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from harness.runtime import working
-from harness.runtime.working import current_work
+from harness.runtime import events
+from harness.runtime.events import current_work
 
 
 class Voice:
@@ -23,11 +23,11 @@ def wait_for(voice: Voice, text: str) -> None:
 
 
 def test_the_innermost_work_is_named_while_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(working, "EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(events, "EVERY_SECONDS", 0.05)
     voice = Voice()
-    with working.working("outer", voice) as outer:
+    with events.working("outer", voice) as outer:
         wait_for(voice, "outer (0 s so far)")
-        with working.working("inner"):
+        with events.working("inner"):
             wait_for(voice, "inner")
             work = current_work()
             assert work is not None and work.what == "inner"
@@ -41,7 +41,7 @@ def test_the_innermost_work_is_named_while_nothing_else_is_said(monkeypatch: pyt
 
 
 def test_a_short_work_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
-    with working.working("short"):
+    with events.working("short"):
         pass
     assert capfd.readouterr() == ("", "")
 
@@ -49,10 +49,10 @@ def test_a_short_work_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_lines_go_where_standard_error_went(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(working, "EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(events, "EVERY_SECONDS", 0.02)
     said = ""
     until = time.monotonic() + 60
-    with working.working("long"):
+    with events.working("long"):
         while "long (0 s so far)" not in said:
             assert time.monotonic() < until
             out, error = capfd.readouterr()

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.config.layers import ConfigError
-from harness.runtime.phases import PHASES
+from harness.runtime.events import PHASES
 from harness.tools.command_line import parse
 from harness.tools.fault_spec import AT, KINDS, Fault, parse_fault
 

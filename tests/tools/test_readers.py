@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from harness.config.layers import ConfigError, build_config, read_layer, to_toml
 from harness.config.model_fields import model_fields
-from harness.runtime.phases import PHASES
+from harness.runtime.events import PHASES
 from harness.task.data import load_rows
 from harness.tools.bisection.question import WrongQuestion
 from harness.tools.bisection.state import load_state

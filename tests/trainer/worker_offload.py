@@ -113,6 +113,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    from harness.runtime.exits import hard_exit
+    from harness.runtime.processes import hard_exit
 
     hard_exit(0)

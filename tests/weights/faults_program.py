@@ -14,6 +14,6 @@ def main(name: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[3]))
-    from harness.runtime.exits import hard_exit
+    from harness.runtime.processes import hard_exit
 
     hard_exit(0)

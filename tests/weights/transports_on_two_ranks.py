@@ -122,6 +122,6 @@ def difference(engine: Any, model: Any) -> float:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
-    from harness.runtime.exits import hard_exit
+    from harness.runtime.processes import hard_exit
 
     hard_exit(0)

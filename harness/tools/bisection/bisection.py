@@ -20,8 +20,8 @@ from packaging.version import InvalidVersion, Version
 from harness.config.layers import ConfigError
 from harness.runtime import redact
 from harness.runtime.errors import report_user_error
+from harness.runtime.events import working
 from harness.runtime.installed import as_typed
-from harness.runtime.working import working
 from harness.tools.bisection.bisect_report import (
     EXIT_CODES,
     Answer,

@@ -12,7 +12,7 @@ from signal import SIGKILL, Signals
 from packaging.utils import canonicalize_name
 
 from harness.runtime.errors import CANNOT_RUN_HERE
-from harness.runtime.working import working
+from harness.runtime.events import working
 from harness.tools.bisection.failure_causes import find_failure, shorten
 from harness.tools.bisection.installation import Environment, module_of
 from harness.tools.bisection.question import Pause, Question, command_of, is_of_this_repository, is_python, is_torchrun

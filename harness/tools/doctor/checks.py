@@ -17,7 +17,7 @@ from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import host_name, place
 from harness.config.engine_rules import expandable_segments
 from harness.config.schema import Config
-from harness.runtime.units import GIB, MIB
+from harness.runtime import GIB, MIB
 from harness.tools.doctor.links import Backend, RankLinks
 from harness.tools.doctor.rank_facts import RankFacts
 from harness.tools.environment_file import NOT_INSTALLED

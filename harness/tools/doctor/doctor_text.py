@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from harness.cluster.placement import host_name
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from harness.tools.doctor.checks import Examination, Problem, bandwidths
 from harness.tools.environment_file import NOT_INSTALLED
 from harness.tools.ranks import ranks_in_words, runs

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
-from harness.runtime.background import in_background
+from harness.runtime.processes import in_background
 
 T = TypeVar("T")
 

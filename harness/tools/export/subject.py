@@ -16,9 +16,9 @@ from harness.cluster.placement import host_name
 from harness.config.layers import ConfigError, Layer, key_types, of_older_version, read_layer, redacted
 from harness.config.schema import Config
 from harness.runtime import redact
+from harness.runtime.events import phase_of_step
 from harness.runtime.files import is_regular
 from harness.runtime.installed import as_files
-from harness.runtime.phases import phase_of_step
 from harness.tools.command_line import parse
 
 PASSED = "PASSED: "

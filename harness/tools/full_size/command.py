@@ -11,9 +11,9 @@ from pathlib import Path
 
 from harness.config.layers import ConfigError
 from harness.runtime import cpu_standins
+from harness.runtime.events import Work, working
 from harness.runtime.files import replace_file
 from harness.runtime.fork_server import collecting_nothing
-from harness.runtime.working import Work, working
 from harness.tools.full_size.exported_names import Export, read_export
 from harness.tools.full_size.model_and_options import Options, Question, read_question
 

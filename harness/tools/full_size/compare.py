@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.runtime.working import working
+from harness.runtime.events import working
 from harness.tools.bisection.candidates import Candidate, between, releases
 from harness.tools.bisection.installation import Environment, Unavailable, provider_of, store_root
 from harness.tools.bisection.question import Options as BisectOptions

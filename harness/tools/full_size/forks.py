@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.runtime.working import working
+from harness.runtime.events import working
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from harness.config.schema import Config
 from harness.rollout.engine_settings import engine_defaults
-from harness.runtime.units import GIB, MIB
+from harness.runtime import GIB, MIB
 
 CONTEXT_BYTES = GIB // 2
 """A CUDA context. The trainer and the scheduler have one each when the engine starts. Assumed."""

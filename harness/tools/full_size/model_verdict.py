@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.runtime.working import working
+from harness.runtime.events import working
 from harness.tools.engine_class.absent_hardware import AssumedGpu
 from harness.tools.full_size import draft_model, ranks_at_true_size, whole_run
 from harness.tools.full_size.checkpoint_beside import CheckpointBeside, compare_checkpoint

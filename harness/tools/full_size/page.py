@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from harness.tools.full_size.compare import ranges
 from harness.tools.full_size.findings import KV_CACHE_SCALES
 from harness.tools.full_size.heat_map import (

@@ -19,8 +19,8 @@ from harness.cluster.mesh import ParallelDims
 from harness.config.engine_rules import choose_transport
 from harness.config.layers import ConfigError
 from harness.config.schema import Config, TransportName
+from harness.runtime import GIB, MIB
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.runtime.units import GIB, MIB
 from harness.tools.engine_class.meta_kv_cache import KvCache
 from harness.tools.full_size.forks import ForkEnded, in_forks
 from harness.tools.full_size.gpu_stages import (

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness.observer import Observer, RunContext
-from harness.runtime.events import EventLog
-from harness.runtime.phases import MEET
+from harness.runtime.events import MEET, EventLog
 
 PHASE_SOCKET = "HARNESS_EMULATOR"
 """Variable: the socket that launch/hosts.py serves; set only where a host is to fail at a phase."""

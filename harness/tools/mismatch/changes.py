@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from harness.cluster.world import all_gather
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from harness.tools.mismatch import routers
 from harness.tools.mismatch.answer import IN_DECODING, Source
 from harness.tools.mismatch.baseline import Baseline

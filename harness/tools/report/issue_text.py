@@ -10,9 +10,8 @@ from typing import Any
 
 from harness.config.layers import to_toml
 from harness.config.schema import Config
-from harness.runtime.events import quoted
+from harness.runtime.events import phase_of_step, quoted
 from harness.runtime.installed import as_typed
-from harness.runtime.phases import phase_of_step
 from harness.tools.diagnose.diagnose import CatalogueMatch
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
 from harness.tools.ranks import ranks_by, runs

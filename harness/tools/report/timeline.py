@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.runtime.phases import phase_of_step
+from harness.runtime.events import phase_of_step
 from harness.tools.export.subject import OUTER_PHASES, RunEnd
 from harness.tools.report.line_chart import ticks
 from harness.tools.report.trace import Event, Span, began, spans

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.cluster.placement import host_name
+from harness.runtime import MIB
 from harness.runtime.files import replace_file
-from harness.runtime.units import MIB
 from harness.tools.export.subject import OUTER_PHASES
 
 TRACE = "trace.json"

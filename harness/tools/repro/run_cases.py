@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
+from harness.runtime.events import working
 from harness.runtime.fork_server import ForkServer, ServerGone
-from harness.runtime.working import working
 from harness.tools.full_size.compare import environment_of
 from harness.tools.hosts import kernel
 from harness.tools.repro import cases, shared_imports

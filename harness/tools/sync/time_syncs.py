@@ -13,7 +13,7 @@ from rich.table import Table
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import World, all_gather
-from harness.runtime.units import GIB, MIB
+from harness.runtime import GIB, MIB
 from harness.weights.pull.transport import PullTransport
 from harness.weights.sync import WeightSync
 from harness.weights.trainer_weights import TrainerWeights

@@ -11,8 +11,8 @@ from harness.config.layers import ConfigError
 from harness.config.model_fields import fields_of_file, json_object
 from harness.rollout.sglang_api.probe import installed
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.runtime.events import working
 from harness.runtime.fork_server import collecting_nothing
-from harness.runtime.working import working
 from harness.tools.environments import REPOSITORY
 from harness.tools.full_size.command import check_written, prepare_import
 from harness.tools.verify.http_api import read_key, shown

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
-from harness.runtime.working import working
+from harness.runtime.events import working
 from harness.tools.engine_class.checkpoint_headers import Stored
 from harness.tools.engine_class.held_tensors import HeldTensor
 from harness.tools.verify.rank_predictions import TARGET, RankPrediction

@@ -14,7 +14,7 @@ import torch
 
 from harness.config.model_rules import EXPERTS
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.runtime.working import working
+from harness.runtime.events import working
 from harness.tools.engine_class.checkpoint_headers import Stored
 from harness.tools.verify.server import Answered, Server, generate
 from harness.trainer.losses import log_probs_from_logits

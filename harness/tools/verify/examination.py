@@ -18,7 +18,7 @@ from harness.config.layers import ConfigError
 from harness.rollout.sglang_api import probe
 from harness.rollout.sglang_api.probe import installed
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.runtime.working import working
+from harness.runtime.events import working
 from harness.tools.engine_class.checkpoint_headers import Stored, read_headers
 from harness.tools.full_size.compare import ranges
 from harness.tools.full_size.findings import KV_CACHE_SCALES

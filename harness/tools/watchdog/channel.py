@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from harness.runtime import scratch
+from harness.runtime.files import make_run_folder, run_folders
 from harness.tools.watchdog.failures import Node, Place, RunFailure
 
 FILE = "ranks"
@@ -47,7 +47,7 @@ class WatchdogSettings:
     name: str = ""  # of the watchdog
     launcher: int = 0  # pid of what started the ranks, usually torchrun
     is_torchrun: bool = False  # whether the watchdog may end it
-    holds: int | None = None  # the watchdog's descriptor by which launch/torchrun.py waits for it (launch_folder.py)
+    holds: int | None = None  # the watchdog's descriptor by which launch/torchrun.py waits for it (runtime/errors.py)
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="say"):
@@ -131,14 +131,14 @@ def listen(name: str) -> socket.socket:
     name: of the run on this host, the same for all ranks that connect.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(scratch.make_run_folder(name) / FILE))
+    listener.bind(str(make_run_folder(name) / FILE))
     listener.listen()
     return listener
 
 
 def connect(name: str) -> socket.socket | None:
     """Return a connection to the process of this user that listens under this name; None if there is none yet."""
-    for folder in scratch.run_folders(name):
+    for folder in run_folders(name):
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with suppress(OSError):  # a folder without a socket
             line.connect(str(folder / FILE))

@@ -23,10 +23,9 @@ import msgspec
 import psutil
 
 from harness.observer import Observer, RunContext
-from harness.runtime import scratch
-from harness.runtime.errors import in_utf8, launcher_pid, say
-from harness.runtime.launch_folder import hold_launcher
-from harness.runtime.phases import RUN
+from harness.runtime.errors import hold_launcher, in_utf8, launcher_pid, say
+from harness.runtime.events import RUN
+from harness.runtime.files import enter_run_folder
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings, open_heartbeat_socket
 from harness.tools.watchdog.ending import MARK, LostWatchdog, started_at
@@ -147,7 +146,7 @@ class WatchdogObserver(Observer):
         self.connect(
             launch.rank, launch.local_rank, OpenPhases(limits.phase_timeouts, limits.timeout_seconds), settings
         )
-        scratch.enter_run_folder(self.own.watchdog)  # which the watchdog removes
+        enter_run_folder(self.own.watchdog)  # which the watchdog removes
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDS)  # before any communicator
 
     def met(self, run: RunContext) -> None:

@@ -22,11 +22,10 @@ from typing import Any
 
 import psutil
 
-from harness.runtime import clock, scratch
-from harness.runtime.background import in_background
 from harness.runtime.errors import SPEAKS_LAST, STANDARD_ERROR, say, say_twice
-from harness.runtime.files import replace_file
-from harness.runtime.processes import descendants_since, end_processes, is_alive, stat_fields
+from harness.runtime.events import unix_seconds
+from harness.runtime.files import remove_run_folders, replace_file
+from harness.runtime.processes import descendants_since, end_processes, in_background, is_alive, stat_fields
 from harness.tools.environments import REPOSITORY
 from harness.tools.run_tree import SharedFiles, with_variable
 from harness.tools.watchdog.channel import LAST_BEAT, Heartbeats, Met, WatchdogSettings, open_heartbeat_socket
@@ -143,7 +142,7 @@ class HostCleanup:
     def remove_files(self) -> None:
         """Remove what the processes left in /dev/shm and in their temporary folders, once all have ended."""
         self.shared.remove()
-        scratch.remove_run_folders(self.settings.name)
+        remove_run_folders(self.settings.name)
 
 
 def _is_rank(child: psutil.Process) -> bool:
@@ -244,7 +243,7 @@ class LostWatchdog:
         ends = {rank: exits[rank].how or "died" for rank, each in self.others.items() if not is_alive(each)}
         ends |= {rank: "is stopped" for rank, each in self.others.items() if is_stopped(each.pid)}
         with_it = "".join(f", and rank {rank} {how}" for rank, how in sorted(ends.items()))
-        host, now = self.settings.host, clock.now()
+        host, now = self.settings.host, unix_seconds()
         detail = f"(pid {self.pid}) is gone{with_it}"
         failure = RunFailure(kind="watchdog", time=now, host=host, ranks=(self.rank,), place=self.place, detail=detail)
         places, world_size = {self.rank: self.place}, self.settings.world_size
@@ -255,7 +254,7 @@ class LostWatchdog:
     def _tell_other_hosts(self, failure: RunFailure) -> None:
         if self.met and len(self.met.nodes) > 1:
             seconds = self.settings.heartbeat_timeout
-            beats = Heartbeats(open_heartbeat_socket(), self.met, seconds, clock.now, count=LAST_BEAT)
+            beats = Heartbeats(open_heartbeat_socket(), self.met, seconds, unix_seconds, count=LAST_BEAT)
             beats.say_farewell({self.rank: self.place}, [failure])
 
 

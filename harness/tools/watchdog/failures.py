@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from harness.runtime.phases import phase_of_step
+from harness.runtime.events import phase_of_step
 
 Kind = Literal[
     "exception",  # a rank reported an exception

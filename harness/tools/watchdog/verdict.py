@@ -25,9 +25,9 @@ import psutil
 
 from harness.rollout.host_engine import ENDING_SIGNALS
 from harness.runtime import redact
-from harness.runtime.background import in_background
+from harness.runtime.errors import launch_folder, report_of
 from harness.runtime.files import replace_file
-from harness.runtime.launch_folder import launch_folder, report_of
+from harness.runtime.processes import in_background
 from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
 from harness.tools.diagnose.diagnosis_text import in_brief
 from harness.tools.diagnose.tracebacks import first_cause, log_lines, tracebacks_in

@@ -24,10 +24,8 @@ from typing import Any
 
 import psutil
 
-from harness.runtime import clock
-from harness.runtime.errors import screen_of
-from harness.runtime.launch_folder import tell_said
-from harness.runtime.phases import phase_of_step
+from harness.runtime.errors import screen_of, tell_said
+from harness.runtime.events import phase_of_step, unix_seconds
 from harness.runtime.processes import is_alive
 from harness.tools.run_tree import name_and_pid
 from harness.tools.watchdog import channel
@@ -230,7 +228,7 @@ class Watchdog:
         for peer in self.beats.peers.values() if self.beats else ():
             places |= peer.places
             hosts |= dict.fromkeys(peer.node.ranks, peer.node.host)
-        return JobView(now=clock.now(), world_size=self.settings.world_size, places=places, hosts=hosts)
+        return JobView(now=unix_seconds(), world_size=self.settings.world_size, places=places, hosts=hosts)
 
     def _accept(self) -> None:
         """Take a new connection of a process of this user; it is not known as a rank yet."""
@@ -291,7 +289,7 @@ class Watchdog:
                 if self.beats is None and self.hosts_socket is not None:
                     self._selector.register(self.hosts_socket, selectors.EVENT_READ)
                     seconds = self.settings.heartbeat_timeout
-                    self.beats = Heartbeats(self.hosts_socket, message, seconds, clock.now)
+                    self.beats = Heartbeats(self.hosts_socket, message, seconds, unix_seconds)
                     self._met, self._warn_at = now, now + seconds
             case channel.Flush():
                 self._beat()
@@ -415,7 +413,7 @@ class Watchdog:
             self._note(kind, (rank.rank,), rank.place, detail=detail, **details)
 
     def _note(self, kind: Kind, ranks: tuple[int, ...], place: Place, **details: Any) -> None:
-        values: dict[str, Any] = {"time": clock.now(), "host": self.settings.host} | details
+        values: dict[str, Any] = {"time": unix_seconds(), "host": self.settings.host} | details
         self.own.append(RunFailure(kind=kind, ranks=ranks, place=place, **values))
         self._news = True
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.runtime import working
-from harness.runtime.working import current_work
+from harness.runtime import events
+from harness.runtime.events import current_work
 from harness.tools.bisection.bisection import Progress
 from harness.tools.bisection.candidates import Candidate
 from harness.tools.bisection.classify import Run, import_failure
@@ -61,7 +61,7 @@ def test_what_is_being_done_is_known_and_a_run_is_told_once_a_minute(monkeypatch
 
 
 def test_the_import_of_what_failed_is_told_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(working, "EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(events, "EVERY_SECONDS", 0.1)
     bench, told = Bench(tmp_path), tmp_path / "told"
     sites = bench.sites(["", f"import os, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.02)"])
 
@@ -70,7 +70,7 @@ def test_the_import_of_what_failed_is_told_while_it_lasts(tmp_path: Path, monkey
             if "1.1: importing moving" in text:
                 told.touch()
 
-    with (tmp_path / "lock").open("w") as lock, working.working("bisecting", Screen()):
+    with (tmp_path / "lock").open("w") as lock, events.working("bisecting", Screen()):
         run = Run(
             question=new_state(2).question,
             environment=Environment(python=bare_python(), paths=(str(sites / "1.1"),)),

@@ -10,7 +10,7 @@ from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import HostAddress
 from harness.cluster.placement import RankLocation
 from harness.config.schema import Config, Parallel
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from harness.tools.doctor.checks import Examination
 from harness.tools.doctor.links import Collective, RankLinks, Reach
 from harness.tools.doctor.rank_facts import Gpu, RankFacts

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.cluster.network import HostAddress
-from harness.runtime.units import GIB, MIB
+from harness.runtime import GIB, MIB
 from harness.tools.doctor.checks import Examination, missing, problems_of
 from harness.tools.doctor.links import Reach
 from tests.tools.doctor.examples import healthy, with_facts, with_gpu, with_links, with_variable

@@ -22,7 +22,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from harness.config.layers import ConfigError
-from harness.runtime import phases
+from harness.runtime import events
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.export.program import ELSEWHERE, ORDER, Evidence, literal, missing_tensors, planted_fault, render
 from harness.tools.export.subject import RunEnd, Subject, behind, read_subject, what_was_started
@@ -153,8 +153,8 @@ def test_the_command_that_was_run_is_in_the_file(tmp_path: Path) -> None:
 
 
 def test_every_phase_of_a_run_has_one_in_a_program() -> None:
-    there = {*ORDER, *ELSEWHERE, phases.RUN}
-    assert [phase for phase in phases.PHASES if phase not in there and not phase.startswith("verify_")] == []
+    there = {*ORDER, *ELSEWHERE, events.RUN}
+    assert [phase for phase in events.PHASES if phase not in there and not phase.startswith("verify_")] == []
     assert set(ELSEWHERE.values()) <= set(ORDER)
 
 

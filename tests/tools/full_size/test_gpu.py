@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from tests.end_to_end.launching import run
 
 pytestmark = pytest.mark.gpu

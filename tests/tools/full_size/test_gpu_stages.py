@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from harness.tools.command_line import parse
 from harness.tools.full_size.gpu_stages import EngineShare, GpuMemory, Shares, TrainerShare
 

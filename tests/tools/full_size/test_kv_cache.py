@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from harness.tools.command_line import parse
 from harness.tools.full_size.gpu_stages import (
     KV_AT_MOST,

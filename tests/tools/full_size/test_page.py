@@ -16,7 +16,7 @@ import torch
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.layers import Layer, build_config
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from harness.tools.full_size.export_answer import ExportAnswer
 from harness.tools.full_size.findings import Findings
 from harness.tools.full_size.gpu_stages import EngineShare, GpuMemory, Shares, TrainerShare

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from harness.tools.full_size.findings import KV_CACHE_SCALES
 from harness.tools.full_size.sync_plan import Rates, SyncPlan
 from tests.end_to_end.launching import REPOSITORY, Job

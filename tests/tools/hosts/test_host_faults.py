@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.runtime.phases import STEP_PHASES
+from harness.runtime.events import STEP_PHASES
 from harness.tools.hosts.host_plan import HostFault, host_fault
 
 HOSTS = ("host0", "host1")

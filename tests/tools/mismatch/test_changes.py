@@ -2,7 +2,7 @@
 
 import torch
 
-from harness.runtime.units import GIB
+from harness.runtime import GIB
 from harness.tools.mismatch.changes import free_bytes, no_room
 
 

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from harness.runtime.working import current_work
+from harness.runtime.events import current_work
 from harness.tools.bisection.candidates import Candidate
 from harness.tools.bisection.installation import Environment, Unavailable
 from harness.tools.bisection.question import WrongQuestion

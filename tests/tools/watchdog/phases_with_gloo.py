@@ -8,7 +8,7 @@ import sys
 import time
 
 from harness.observer import RunContext
-from harness.runtime.phases import MEET, PHASES, RUN
+from harness.runtime.events import MEET, PHASES, RUN
 from harness.tools.command_line import parse
 
 IN_PHASE_SECONDS = 0.05

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from harness.runtime import scratch
+from harness.runtime import files
 from harness.tools.watchdog.channel import WatchdogSettings
 from harness.tools.watchdog.client import OpenPhases, WatchdogObserver
 
@@ -68,7 +68,7 @@ def main() -> None:
             child = subprocess.Popen(words, start_new_session=True)
             (folder / f"child-{rank}").write_text(str(child.pid))
         elif name == "scratch":
-            (folder / f"scratch-{rank}").write_text(str(scratch.enter_run_folder(client.own.watchdog)))
+            (folder / f"scratch-{rank}").write_text(str(files.enter_run_folder(client.own.watchdog)))
         elif name == "raise":
             client.failed(argument.replace("_", " "))
             os._exit(1)

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.runtime import scratch
+from harness.runtime import files
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import (
     Heartbeats,
@@ -55,7 +55,7 @@ def listener() -> Iterator[tuple[socket.socket, Path, str]]:
     made = channel.listen(name)
     yield made, Path(made.getsockname()).parent, name
     made.close()
-    scratch.remove_run_folders(name)
+    files.remove_run_folders(name)
 
 
 def as_other_user(path: Path) -> str:
@@ -116,7 +116,7 @@ def test_a_folder_of_another_user_is_not_used(listener: tuple[socket.socket, Pat
         line = channel.connect(name)
         assert line is not None and channel.peer_of(line)[0] == os.getpid()
         line.close()
-        scratch.remove_run_folders(name)
+        files.remove_run_folders(name)
         assert channel.connect(name) is None
     finally:
         trap.rmdir()

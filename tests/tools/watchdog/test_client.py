@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.runtime import scratch
-from harness.runtime.phases import RUN
+from harness.runtime import files
+from harness.runtime.events import RUN
 from harness.tools.watchdog import channel, client
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, Met, WatchdogSettings, parse
 from harness.tools.watchdog.client import OpenPhases, WatchdogObserver
@@ -94,4 +94,4 @@ def test_ranks_that_have_met_wait_for_a_watchdog_that_starts_slowly(monkeypatch:
         line.close()
     finally:
         listeners[0].close()
-        scratch.remove_run_folders(observer.own.watchdog)
+        files.remove_run_folders(observer.own.watchdog)

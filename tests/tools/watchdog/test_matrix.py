@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.runtime.phases import MEET, RUN, STEP_PHASES
+from harness.runtime.events import MEET, RUN, STEP_PHASES
 from harness.runtime.processes import shared_memory_files
 from harness.tools.fault_spec import ANYWHERE
 from harness.tools.hosts import kernel

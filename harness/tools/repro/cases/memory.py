@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from harness.runtime.units import GIB, MIB
+from harness.runtime import GIB, MIB
 from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import OTHER_WEIGHTS, PROMPT, checkpoint_tensors, prepare_process, tiny_engine
 

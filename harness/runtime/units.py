@@ -1,3 +1,0 @@
-"""Units of memory, in bytes."""
-
-GIB, MIB = 1 << 30, 1 << 20
