@@ -187,21 +187,13 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
     os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})
 
 
-def captures_graphs(arguments: Mapping[str, Any]) -> bool:
-    """Return whether an engine with these arguments captures CUDA graphs of decoding on a GPU."""
+def captures_graphs(arguments: Mapping[str, Any], stage: Literal["decode", "prefill"] = "decode") -> bool:
+    """Return whether an engine with these arguments captures CUDA graphs of a stage on a GPU."""
     config = arguments.get("cuda_graph_config")
-    decode = config.get("decode", {}) if isinstance(config, Mapping) else {}
-    backends = (decode.get("backend"), arguments.get("cuda_graph_backend_decode"))
-    is_off = arguments.get("disable_cuda_graph") or arguments.get("disable_decode_cuda_graph") or "disabled" in backends
-    return not is_off and arguments.get("attention_backend") not in WITHOUT_GRAPHS
-
-
-def captures_prefill(arguments: Mapping[str, Any]) -> bool:
-    """Return whether an engine with these arguments may capture CUDA graphs of prefill on a GPU."""
-    config = arguments.get("cuda_graph_config")
-    prefill = config.get("prefill", {}) if isinstance(config, Mapping) else {}
-    backends = (prefill.get("backend"), arguments.get("cuda_graph_backend_prefill"))
-    return not (arguments.get("disable_prefill_cuda_graph") or "disabled" in backends)
+    of_stage = config.get(stage, {}) if isinstance(config, Mapping) else {}
+    backends = (of_stage.get("backend"), arguments.get(f"cuda_graph_backend_{stage}"))
+    is_off = arguments.get("disable_cuda_graph") or arguments.get(f"disable_{stage}_cuda_graph")
+    return not is_off and "disabled" not in backends and arguments.get("attention_backend") not in WITHOUT_GRAPHS
 
 
 def can_hold_graphs(api: SGLangApi, arguments: Mapping[str, Any]) -> bool:
@@ -213,7 +205,7 @@ def can_hold_graphs(api: SGLangApi, arguments: Mapping[str, Any]) -> bool:
         api.graphs_in_memory_saver
         and bool(arguments.get("enable_memory_saver"))
         and captures_graphs(arguments)
-        and not (api.breakable_graphs and captures_prefill(arguments))
+        and not (api.breakable_graphs and captures_graphs(arguments, "prefill"))
     )
 
 

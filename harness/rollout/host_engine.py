@@ -181,7 +181,6 @@ class EngineLog:
     """Size of the log when the engine last answered a call. An error before that did not end it."""
 
     def answered(self) -> None:
-        """Note that the engine has answered a call."""
         self.survived = self.path.stat().st_size
 
     def start_failure(self, error: Exception, started: Collection[BaseProcess]) -> str:

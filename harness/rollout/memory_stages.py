@@ -65,7 +65,6 @@ def wrong_move(action: Action, tags: Sequence[str], rank: int, expected: int | N
 
 
 def gpu_free_bytes(device: int) -> FreeBytes:
-    """Return a function that reads the free bytes of a visible GPU."""
 
     def read() -> int:
         torch.cuda.synchronize()

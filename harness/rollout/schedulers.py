@@ -82,7 +82,6 @@ class SchedulerChannel:
         self._connection: Connection | None = None
 
     def ask(self, function: Callable[[Any, Any], T], argument: object) -> T:
-        """See VerlEngine.ask."""
         if self._connection is None:
             self.open()
         return self._together(partial(self._request, function, argument))

@@ -30,13 +30,11 @@ class ServedModels(nn.Module):
         self.draft = draft
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Have both load the tensors."""
         sent = list(weights)
         for model in (self.target, self.draft):
             model.load_weights(list(sent))  # type: ignore[operator]
 
     def post_load_weights(self) -> None:
-        """Have both derive what they derive of loaded tensors."""
         for model in models_in(self):
             if hasattr(model, "post_load_weights"):
                 model.post_load_weights()

@@ -223,17 +223,14 @@ class VerlEngine:
 
     @property
     def version(self) -> str:
-        """The version of SGLang."""
         return self.api.version
 
     @property
     def has_memory_saver(self) -> bool:
-        """Whether release and resume move memory; without the memory saver they do nothing."""
         return self.device_type == "cuda" and bool(self.engine_args.get("enable_memory_saver"))
 
     @property
     def holds_graphs(self) -> bool:
-        """Whether the tag "cuda_graph" moves memory: the memory saver holds the CUDA graphs."""
         return self.has_memory_saver and holds_graphs(self.api, self.engine_args, os.environ)
 
     def record(self) -> EngineRecord:
@@ -271,18 +268,15 @@ class VerlEngine:
 
     @property
     def host(self) -> str:
-        """The host of this rank, as the run numbers its hosts."""
         return self.node.host
 
     @property
     def visible_gpus(self) -> tuple[str, ...] | None:
-        """The GPUs (indices or UUIDs) of this host whose CUDA IPC handles the schedulers here can open; None on CPU."""
         own = self.node.visible_devices
         return None if own is None else own + self.node.other_devices
 
     @property
     def trainer_gpu(self) -> str | None:
-        """The GPU of this rank's trainer, written as in visible_gpus; None on CPU."""
         return None if self.device_type == "cpu" else gpu_of(self._locations[self.group.rank])
 
     def generate(
@@ -306,7 +300,6 @@ class VerlEngine:
         return self._on_head(lambda: self._recorded("generate", partial(self._engine.generate, **arguments)))
 
     def set_weight_version(self, version: str) -> None:
-        """Give the engine's current weights a version. Every later answer has it in meta_info."""
         call = partial(self._recorded, "set_weight_version")
         self._on_head(lambda: call(partial(sglang_api.set_weight_version, self._engine, version)))
 
@@ -415,7 +408,6 @@ class VerlEngine:
         return self._update_group
 
     def update_weights_from_disk(self, path: str) -> None:
-        """Load a checkpoint folder that every host of the engine can read. It may be deleted when this returns."""
         self._become_idle()
         # "auto" is the checkpoint's own format. The default is the engine's, and "dummy" would load nothing.
         self._call("update_weights_from_disk", path, "auto")
@@ -441,16 +433,11 @@ class VerlEngine:
             self.flush_cache()
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Free the GPU memory of some of "kv_cache", "weights" and "cuda_graph" (None: all).
-
-        What the first two held is lost.
-        """
         self._become_idle()
         self._call("release_memory_occupation", tags=None if tags is None else list(tags))
         self.disconnect()
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back. Update the weights before the engine generates again."""
         self._call("resume_memory_occupation", tags=None if tags is None else list(tags))
         self.disconnect()
 
@@ -484,7 +471,6 @@ class VerlEngine:
         return self._on_head(lambda: function(self._engine))
 
     def shutdown(self) -> None:
-        """End the engine. Return on every rank when its processes are gone; a second call does nothing."""
         self.disconnect()
         try:
             if self._update_group:

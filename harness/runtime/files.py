@@ -90,7 +90,6 @@ def make_run_folder(name: str) -> Path:
 
 
 def run_folders(name: str) -> list[Path]:
-    """Return this user's folders of the run."""
     return [each for each in Path(_base_of_run(name)).glob(f"{_prefix(name)}*") if is_own_folder(each)]
 
 

@@ -37,7 +37,6 @@ class MemoryGauge:
             self._elsewhere = self._not_the_trainers()
 
     def begin(self) -> None:
-        """Note the start of a phase."""
         if self.device is not None:
             self._note_peak()
             torch.cuda.reset_peak_memory_stats(self.device)

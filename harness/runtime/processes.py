@@ -135,7 +135,6 @@ def _wait_for_end(processes: list[psutil.Process], seconds: float) -> None:
 
 
 def shared_memory_files(pids: Iterable[int]) -> set[Path]:
-    """Return the files in /dev/shm that these processes use."""
     used = used_by(pids)
     return {Path(SHARED_MEMORY, name) for name, inode in shared_files() if inode in used}
 

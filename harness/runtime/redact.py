@@ -99,17 +99,14 @@ Place = Literal["", "query", "prose"]
 
 
 def mark(value: str) -> str:
-    """Return the text that replaces a secret value."""
     return f"[redacted {hashlib.sha256(value.encode('utf-8', 'surrogateescape')).hexdigest()[:4]}]"
 
 
 def variable(name: str, value: str) -> str:
-    """Return the value of a variable as it may be shown."""
     return mark(value) if _is_secret(name, value) else text(value)
 
 
 def variables(given: Mapping[str, str]) -> dict[str, str]:
-    """Return variables as they may be shown."""
     return {name: variable(name, value) for name, value in given.items()}
 
 
@@ -193,12 +190,10 @@ def _value_at(given: str, at: int, is_line: bool) -> tuple[int, int]:
 
 
 def _may_be_secret(name: str) -> bool:
-    """Return whether a value of this name can be a secret."""
     return name in _LOGIN_OPTIONS or bool(_SECRET.search(_parts(name)[-1]) or _KEY.fullmatch(_parts(name)[-1]))
 
 
 def _is_secret(name: str, value: str, where: Place = "") -> bool:
-    """Return whether the value of this name is a secret."""
     if _HARMLESS.fullmatch(value):
         return False
     if name in _LOGIN_OPTIONS:

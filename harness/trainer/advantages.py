@@ -45,11 +45,11 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True, all_sum: AllSum =
     return variance * count / (count - 1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, all_sum: AllSum = one_rank) -> Tensor:
-    """Return x scaled to variance 1, and to mean 0 if shift_mean, over the tokens that count; 0 elsewhere."""
+def masked_whiten(x: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:
+    """Return x scaled to variance 1 and to mean 0 over the tokens that count; 0 elsewhere."""
     mean = masked_mean(x, mask, all_sum)
     white = (x - mean) * torch.rsqrt(masked_var(x, mask, all_sum=all_sum) + 1e-8)
-    return torch.where(mask.bool(), white if shift_mean else white + mean, torch.zeros_like(x))
+    return torch.where(mask.bool(), white, torch.zeros_like(x))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:

@@ -45,11 +45,9 @@ class SourceTree:
     _modules: dict[str, ast.Module] = field(default_factory=dict, repr=False, compare=False)
 
     def has(self, path: str) -> bool:
-        """Return whether the package has this file."""
         return (self.root / path).is_file()
 
     def text(self, path: str) -> str:
-        """Return the text of a file."""
         return (self.root / path).read_text(encoding="utf-8") if self.has(path) else ""
 
     def module(self, path: str) -> ast.Module:
@@ -59,7 +57,6 @@ class SourceTree:
         return self._modules[path]
 
     def find_class(self, name: str, path: str) -> ast.ClassDef | None:
-        """Return the class of that name at the top level of a file."""
         nodes = self.module(path).body
         return next((node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name), None)
 
