@@ -131,11 +131,11 @@ def problems(sync: Any) -> list[str]:
 
 
 def apart(engine: Any, sync: Any, model: Any, load: Any, folder: Path) -> dict[str, Any]:
-    """How far log-probs are apart: engine and a reload of what was sent; engine and trainer; engine and the same values
-    there."""
-    from harness.weights.verification.disk_reload import compare_with_reload
-
+    """How far log-probs are apart: engine and trainer; engine and the same values there. And what a reload of what was
+    sent changes in the engine."""
     from harness.weights.fp8_blocks import E4M3, scale_name
+    from harness.weights.verification.comparison import changed_since
+    from harness.weights.worker.kept_trace import held_tensors
 
     dist.barrier()
     exact = folder / "dequantized"
@@ -154,8 +154,10 @@ def apart(engine: Any, sync: Any, model: Any, load: Any, folder: Path) -> dict[s
         save_file(plain, exact / "model.safetensors", metadata={"format": "pt"})
     dist.barrier()
     found = {"trainer": difference(engine, model), "dequantized": difference(engine, load(exact))}
-    reload = compare_with_reload(sync.loader, PROMPTS, folder / "saved")
-    return found | {"reload": [reload.changed, reload.same_outputs, reload.apart]}
+    with engine.weight_update():
+        before = engine.ask(held_tensors)
+    engine.update_weights_from_disk(str(folder / "saved"))
+    return found | {"reload": changed_since(before, sync.loader)}
 
 
 def dequantized(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from harness.cluster.world import all_gather
 from harness.rollout.served_models import DRAFT, STALE_DRAFT
-from harness.rollout.sglang_api.prefix_cache import cached_prefix_tokens
+from harness.rollout.sglang_api.engine_calls import cached_prefix_tokens
 from harness.weights.presync_checks import first_of
 from harness.weights.verification.comparison import (
     FingerprintComparison,
