@@ -1,0 +1,78 @@
+"""Bug: one mistake that was merged into SGLang or a trainer once, put back by replacing one function by name."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Literal
+
+Expected = Literal["caught", "outside", "passes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    """A bug, where it is, the setting in which it acts, and what a check must say of it."""
+
+    id: str
+    pull: str
+    """The pull request that mended it, such as sglang#2009."""
+    sentence: str
+    """What is wrong."""
+    function: str
+    """MODULE:NAME of the function that it replaces, such as harness.trainer.advantages:gae."""
+    replacement: Callable[..., Any]
+    """Called with the function as it was, and then the arguments."""
+    settings: tuple[str, ...] = ()
+    """Overrides in which it acts, each NAME=VALUE."""
+    config: str = "configs/cpu/quickstart.toml"
+    says: str = ""
+    """A pattern of what the failure must name: the tensor or the cause."""
+    slugs: tuple[str, ...] = ()
+    """Entries of the catalogue that may be named with high confidence; any other one is a wrong name."""
+    expected: Expected = "caught"
+    """outside: no check of weights can see it; passes: the engine is healthy, and a failure is a false alarm."""
+
+    def plant(self, module: Any) -> None:
+        """Replace the function in its module."""
+        *owners, name = self.function.partition(":")[2].split(".")
+        owner = module
+        for each in owners:
+            owner = getattr(owner, each)
+        before = getattr(owner, name)
+
+        @wraps(before)
+        def replaced(*arguments: Any, **named: Any) -> Any:
+            return self.replacement(before, *arguments, **named)
+
+        setattr(owner, name, replaced)
+
+    def environment(self, mark: str) -> dict[str, str]:
+        """Return the variables by which hook/sitecustomize.py plants it. mark: the file that shows whether it acts."""
+        declared = f"{self.replacement.__module__}:{self.replacement.__name__}"
+        return {"REAL_BUG": declared, "REAL_BUG_PLACE": self.function.partition(":")[0], "REAL_BUG_MARK": mark}
+
+
+def bug(
+    id: str, pull: str, sentence: str, function: str, *settings: str, **more: Any
+) -> Callable[[Callable[..., Any]], Bug]:
+    """Make a Bug of the function below; see Bug's fields."""
+
+    def declare(replacement: Callable[..., Any]) -> Bug:
+        return Bug(
+            id=id,
+            pull=pull,
+            sentence=sentence,
+            function=function,
+            replacement=replacement,
+            settings=settings,
+            **more,
+        )
+
+    return declare
+
+
+def acted() -> None:
+    """Note that the bug has done something: one byte in the run's mark."""
+    descriptor = os.open(os.environ["REAL_BUG_MARK"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(descriptor, b".")
+    os.close(descriptor)
