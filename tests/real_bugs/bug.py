@@ -29,6 +29,8 @@ class Bug:
     """A pattern of what the failure must name: the tensor or the cause."""
     slugs: tuple[str, ...] = ()
     """Entries of the catalogue that may be named with high confidence; any other one is a wrong name."""
+    unsaid: str = ""
+    """A pattern of what a run that passes must not claim."""
     expected: Expected = "caught"
     """outside: no check of weights can see it; passes: the engine is healthy, and a failure is a false alarm."""
 

@@ -1,6 +1,5 @@
 """Bugs of SGLang, planted in its schedulers. SGLang's code is not copied: each replaces one function of 0.5.23."""
 
-import copy
 import sys
 from typing import Any
 
@@ -24,10 +23,10 @@ STALE = {"slugs": ("stale-copy-of-weights",)}
     "sglang.srt.models.llama:LlamaForCausalLM.__init__", "model.name=llama", "model.overrides.tie_word_embeddings=true",
     says=f"{COMPUTES}|lm_head", slugs=("tied-embeddings",),
 )  # fmt: skip
-def head_of_its_own(init: Any, model: Any, *arguments: Any, **named: Any) -> None:
-    init(model, *arguments, **named)
+def head_of_its_own(init: Any, model: Any, config: Any, *arguments: Any, **named: Any) -> None:
+    init(model, config, *arguments, **named)
     embedding = model.model.embed_tokens
-    model.lm_head = head = copy.deepcopy(embedding)
+    model.lm_head = head = type(embedding)(config.vocab_size, config.hidden_size)
     load, rows = embedding.weight.weight_loader, len(embedding.weight) // embedding.tp_size
 
     def load_both(weight: Any, loaded: Any) -> None:
@@ -150,11 +149,11 @@ def version_not_recorded(record: Any, scheduler: Any, new_version: Any) -> None:
     "sglang.srt.state_capturer.base:BaseTopkCapturer.on_forward_end", MOE, "rollout.routing=record",
     says="record of experts is wrong",
 )  # fmt: skip
-def no_experts_of_the_prefill(end: Any, capturer: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
-    if batch.forward_mode.is_extend():
+def no_experts_of_the_prefill(end: Any, capturer: Any, **named: Any) -> Any:
+    if named["forward_batch"].forward_mode.is_extend():
         capturer.device_cache.buffer.zero_()
         acted()
-    return end(capturer, batch, *arguments, **named)
+    return end(capturer, **named)
 
 
 # Something old in use after an update.
@@ -207,7 +206,7 @@ def router_kept_in_a_copy(forward: Any, gate: Any, *arguments: Any, **named: Any
 
 @bug(
     "S25b", "sglang#35883 (class)", "the same, kept in a dict of another module",
-    f"{V2}:MoEGate.forward", DEEPSEEK, "actor.learning_rate=1e-6", says=r"gate\.weight|stale-copy", **STALE,
+    f"{V2}:MoEGate.forward", DEEPSEEK, "actor.learning_rate=1e-6", says=r"gate\.weight|stale-copy|is old", **STALE,
 )  # fmt: skip
 def router_kept_elsewhere(forward: Any, gate: Any, *arguments: Any, **named: Any) -> Any:
     weight = kept_copies("sglang.srt.layers.moe.utils").setdefault(id(gate), gate.weight.detach().clone())

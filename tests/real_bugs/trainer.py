@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.real_bugs.bug import acted, bug
-from tests.real_bugs.engine import COMPUTES, MOE, REPORTS
+from tests.real_bugs.engine import COMPUTES, MOE
 
 OUTSIDE = {"expected": "outside"}
 WARM = "rollout.temperature=0.7"
@@ -26,7 +26,7 @@ def log_probs_at_one(compute: Any, logits: Any, labels: Any, temperature: float)
 
 @bug(
     "T13", "slime#245", "the rollout's log-probs are kept in bfloat16",
-    "harness.rollouts:scatter_responses", says=f"{REPORTS}|reader|trainer's side",
+    "harness.rollouts:scatter_responses", says="bfloat16|rounds|reads",
 )  # fmt: skip
 def log_probs_in_bfloat16(scatter: Any, *arguments: Any) -> Any:
     acted()
@@ -113,3 +113,12 @@ def answers_of_rank_0(responses: Any, rollouts: Any, *arguments: Any, **named: A
     finally:
         rollouts.world = world
         acted()
+
+
+@bug(
+    "C22", "none (mutant)", "nothing is poisoned before a sync", "harness.weights.worker.poison:poison",
+    expected="outside", unsaid="onto poison",
+)  # fmt: skip
+def nothing_poisoned(poison: Any, *_: Any) -> list[str]:
+    acted()
+    return []
