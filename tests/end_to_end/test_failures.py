@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launching import QUICKSTART, Job, run
+from tests.real_bugs.bug import Bug
+from tests.real_bugs.sender import nothing_ever_sent, nothing_sent
 
 pytestmark = pytest.mark.slow
 
@@ -140,35 +142,30 @@ def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path) -> Non
     assert job.left_behind() == []
 
 
-# No answer of a random model is right, so that no rewards of a group differ.
-GRPO = ["--algorithm.advantage", "grpo", "--task.reward", "gsm8k"]
-
-
-def ends_in_stale_syncs(first: int, tmp_path: Path, *arguments: str) -> None:
-    """Run with syncs that do nothing from sync `first` on: it is named there."""
-    program = "tests/end_to_end/ppo_with_stale_syncs.py"
-    job = run(tmp_path / "run", 2, QUICKSTART, *arguments, script=program, environment={"STALE_FROM": str(first)})
+def ends_in_stale_syncs(bug: Bug, step: int, tmp_path: Path, *arguments: str) -> None:
+    """Run with syncs that do nothing from this step on: it is named there."""
+    words = (*bug.words(), *arguments)
+    job = run(tmp_path / "run", 2, *words, environment=bug.environment(tmp_path / "acted"))
     assert job.process.returncode == 1, job.output()
-    assert f"WeightsDidNotArrive: step {first}: after the sync the engine holds other weights: " in job.output()
+    assert f"WeightsDidNotArrive: step {step}: after the sync the engine holds other weights: " in job.output()
     assert "PASSED" not in job.output()
     assert job.left_behind() == []
 
 
 def test_a_sync_that_does_nothing_is_caught_where_no_weight_moves(tmp_path: Path) -> None:
     """With GRPO and rewards that are all equal, the engine holds the right weights already."""
-    ends_in_stale_syncs(1, tmp_path, *GRPO)
+    ends_in_stale_syncs(nothing_sent, 1, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("first", "arguments"),
-    [
-        (0, [*GRPO, "--engine.initial_weights", "checkpoint"]),
-        (1, ["--algorithm.critic_warmup", "3", "--weights.transport", "pull"]),
-    ],
-)
-def test_syncs_that_do_nothing_are_caught(first: int, arguments: list[str], tmp_path: Path) -> None:
-    ends_in_stale_syncs(first, tmp_path, *arguments)
+def test_syncs_that_never_do_anything_are_caught(tmp_path: Path) -> None:
+    ends_in_stale_syncs(nothing_ever_sent, 0, tmp_path)
+
+
+@pytest.mark.long
+def test_pulls_that_do_nothing_are_caught_while_only_the_critic_learns(tmp_path: Path) -> None:
+    gae = ("--algorithm.advantage", "gae", "--algorithm.critic_warmup", "3", "--weights.transport", "pull")
+    ends_in_stale_syncs(nothing_sent, 1, tmp_path, *gae)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any, Literal
 
 Expected = Literal["caught", "outside", "passes"]
@@ -48,10 +49,20 @@ class Bug:
 
         setattr(owner, name, replaced)
 
-    def environment(self, mark: str) -> dict[str, str]:
+    def words(self) -> list[str]:
+        """Return the command line of launch/ppo.py in which it acts."""
+        return [self.config, *(word for each in self.settings for word in f"--{each}".split("=", 1))]
+
+    def environment(self, mark: Path) -> dict[str, str]:
         """Return the variables by which hook/sitecustomize.py plants it. mark: the file that shows whether it acts."""
-        declared = f"{self.replacement.__module__}:{self.replacement.__name__}"
-        return {"REAL_BUG": declared, "REAL_BUG_PLACE": self.function.partition(":")[0], "REAL_BUG_MARK": mark}
+        here = Path(__file__).parent
+        paths = (str(here / "hook"), str(here.parents[1]), os.environ.get("PYTHONPATH", ""))
+        return {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "REAL_BUG": f"{self.replacement.__module__}:{self.replacement.__name__}",
+            "REAL_BUG_PLACE": self.function.partition(":")[0],
+            "REAL_BUG_MARK": str(mark),
+        }
 
 
 def bug(

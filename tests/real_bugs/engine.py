@@ -28,10 +28,11 @@ def head_of_its_own(init: Any, model: Any, config: Any, *arguments: Any, **named
     embedding = model.model.embed_tokens
     model.lm_head = head = type(embedding)(config.vocab_size, config.hidden_size)
     load, rows = embedding.weight.weight_loader, len(embedding.weight) // embedding.tp_size
+    first = embedding.shard_indices.org_vocab_start_index // embedding.tp_size
 
     def load_both(weight: Any, loaded: Any) -> None:
         load(weight, loaded)
-        head.weight.data[:rows].copy_(weight.data[embedding.tp_rank * rows :][:rows])
+        head.weight.data[:rows].copy_(weight.data[first:][:rows])
         acted()
 
     embedding.weight.weight_loader = load_both

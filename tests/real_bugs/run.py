@@ -28,6 +28,7 @@ PAGE = ROOT / "docs" / "measurements" / "real_bugs.md"
 TORCHRUN = ("launch/torchrun.py", "--nnodes=1", "--nproc-per-node=2", "launch/ppo.py")
 SECONDS = 300
 FAILED = re.compile(r"^rank \d+ FAILED: (\w+): (.*)$", re.MULTILINE)
+DIED = re.compile(r"^FIRST FAILURE: .*? UTC: ()(.*)$", re.MULTILINE)
 WHEN = re.compile(r"^FIRST FAILURE: .* failed ((?:in|after) \w+(?: of step \d+)?)", re.MULTILINE)
 RELEASE = re.compile(r"engine up: sglang (\S+)")
 NAMED = re.compile(r"([\w-]+)`? \(confidence: (\w+)\)")
@@ -87,10 +88,8 @@ class Outcome:
 def try_bug(bug: Bug, folder: Path, overrides: Sequence[str]) -> Outcome:
     """Run the main job with the bug planted, in FOLDER/ID."""
     run, screen, mark = folder / bug.id, folder / f"{bug.id}.log", folder / f"{bug.id}.acted"
-    settings = [word for each in bug.settings for word in (f"--{each}".split("=", 1))]
-    words = [sys.executable, *TORCHRUN, bug.config, *settings, *overrides, "--run.dir", str(run)]
-    paths = (str(Path(__file__).parent / "hook"), str(ROOT), os.environ.get("PYTHONPATH", ""))
-    environment = os.environ | bug.environment(str(mark)) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    words = [sys.executable, *TORCHRUN, *bug.words(), *overrides, "--run.dir", str(run)]
+    environment = os.environ | bug.environment(mark)
     began = time.monotonic()
     with screen.open("w") as log:
         process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
@@ -110,7 +109,7 @@ def read_outcome(bug: Bug, screen: str, run: Path, code: int, seconds: float, ti
     diagnosed = subprocess.run(diagnose, cwd=ROOT, capture_output=True, text=True).stdout if code else ""
     report = run / "report.md"
     said = "\n".join((screen, report.read_text() if report.exists() else "", diagnosed))
-    failed, when = FAILED.search(screen), WHEN.search(screen)
+    failed, when = FAILED.search(screen) or DIED.search(screen), WHEN.search(screen)
     exception, sentence = failed.groups() if failed else ("", (screen.splitlines() or [""])[-1])
     return Outcome(
         bug=bug,
@@ -120,7 +119,7 @@ def read_outcome(bug: Bug, screen: str, run: Path, code: int, seconds: float, ti
         release=found[1] if (found := RELEASE.search(screen)) else "",
         exception=exception,
         when=when[1] if when else "",
-        sentence=sentence,
+        sentence=sentence.replace(str(run), "RUN"),
         names=tuple(sorted({f"{slug} {sure}" for slug, sure in NAMED.findall(said)})) if code else (),
     )
 

@@ -26,7 +26,7 @@ def log_probs_at_one(compute: Any, logits: Any, labels: Any, temperature: float)
 
 @bug(
     "T13", "slime#245", "the rollout's log-probs are kept in bfloat16",
-    "harness.rollouts:scatter_responses", says="bfloat16|rounds|reads",
+    "harness.rollouts:scatter_responses", says="kept in bfloat16|reader",
 )  # fmt: skip
 def log_probs_in_bfloat16(scatter: Any, *arguments: Any) -> Any:
     acted()
