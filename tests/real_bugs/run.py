@@ -32,7 +32,7 @@ DIED = re.compile(r"^FIRST FAILURE: .*? UTC: ()(.*)$", re.MULTILINE)
 WHEN = re.compile(r"^FIRST FAILURE: .* failed ((?:in|after) \w+(?: of step \d+)?)", re.MULTILINE)
 RELEASE = re.compile(r"engine up: sglang (\S+)")
 NAMED = re.compile(r"([\w-]+)`? \(confidence: (\w+)\)")
-WRONG = ("missed", "did not act", "WRONG NAME", "FALSE ALARM", "hung")
+WRONG = ("missed", "did not act", "WRONG NAME", "FALSE ALARM", "hung", "did not start")
 ORDER = (*WRONG, "not named", "caught", "outside", "passes")
 
 
@@ -63,10 +63,10 @@ class Outcome:
     @property
     def verdict(self) -> str:
         """One of ORDER."""
+        if self.exit_code not in (0, 1):
+            return "hung" if self.exit_code == 124 else "did not start"
         if not self.times_acted:
             return "did not act"
-        if self.exit_code == 124:
-            return "hung"
         if self.exit_code == 0:
             claims_too_much = self.bug.unsaid and re.search(self.bug.unsaid, self.sentence)
             return "missed" if self.bug.expected == "caught" or claims_too_much else self.bug.expected
@@ -158,7 +158,8 @@ says nothing of bugs that nobody has thought of. Bugs of CUDA kernels, graphs an
 
 Overrides of every run: {words}. In all: {counted}.
 
-- missed: the run passed, or claimed what was not done. outside: it passed, and no check of weights could see it. passes: a healthy engine, which must.
+- missed: the run passed, or claimed what was not done. outside: it passed, and no check of weights could see
+  it. passes: a healthy engine, which must.
 - caught: it failed, and its words have the tensor or the cause, if only as "what the two compute differs" before the
   first update: `launch/mismatch.py` then finds the module. not named: it failed without such words.
 - WRONG NAME: a known failure that it is not was named with high confidence.
@@ -179,6 +180,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     parser.add_argument("--keep", type=Path, help="folder for the runs; otherwise they are deleted")
     options = parser.parse_args(own)
+    if options.keep and any((options.keep / each).exists() for each in options.ids or known):
+        parser.error(f"--keep {options.keep} must hold no run of these bugs; give another folder")
     with tempfile.TemporaryDirectory(prefix="real-bugs-") as temporary, ThreadPoolExecutor(options.jobs) as pool:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,17 +7,18 @@ from tests.real_bugs.bug import acted, bug
 from tests.real_bugs.engine import DEEPSEEK, MOE, MTP
 
 REFRESH = "harness.weights.trainer_weights:TrainerWeights.refresh"
+TENSORS = "harness.weights.converter:CheckpointConverter.tensors"
 LAYOUT = "harness.weights.converter:CheckpointConverter.layout"
 OTHERWISE = "sent other values"
 NO_REWARD = ("task.reward=gsm8k",)
 """No answer of a random model is right, so that no rewards of a group differ, and no weight moves."""
 
 
-def send_instead(weights: Any, name: str, change: Any) -> None:
-    """Replace what is sent of the tensors with this in their names."""
-    changed = {each: change(each, tensor.detach()) for each, tensor in weights.tensors.items() if name in each}
-    assert changed, f"no tensor is called {name}"
-    weights.tensors = {**weights.tensors, **changed}
+def send_rounded(weights: Any, name: str) -> None:
+    """Round what is sent of the tensors with this in their names to bfloat16."""
+    rounded = {each: tensor.bfloat16().float() for each, tensor in weights.tensors.items() if name in each}
+    assert rounded, f"no tensor is called {name}"
+    weights.tensors = {**weights.tensors, **rounded}
     acted()
 
 
@@ -27,28 +28,31 @@ def send_instead(weights: Any, name: str, change: Any) -> None:
 )  # fmt: skip
 def bias_rounded(refresh: Any, weights: Any) -> None:
     refresh(weights)
-    send_instead(weights, "e_score_correction_bias", lambda name, tensor: tensor.bfloat16().float())
+    send_rounded(weights, "e_score_correction_bias")
 
 
-@bug("T11", "miles#725", "the weights of the step before are sent", REFRESH, says=OTHERWISE)
-def one_step_late(refresh: Any, weights: Any) -> None:
-    refresh(weights)
-    current = {name: tensor.detach().clone() for name, tensor in weights.tensors.items()}
-    before, weights.before = getattr(weights, "before", current), current
-    send_instead(weights, "", lambda name, _: before[name])
+@bug("T11", "miles#725", "the weights of the step before are sent", TENSORS, says=OTHERWISE)
+def one_step_late(tensors: Any, converter: Any) -> Any:
+    current = {name: tensor.detach().clone() for name, tensor in tensors(converter).items()}
+    before, converter.before = getattr(converter, "before", current), current
+    acted()
+    return before
 
 
-@bug("N03", "verl#7014", "q_proj is sent as it was before training", REFRESH, says=r"q_proj")
-def base_of_q_proj(refresh: Any, weights: Any) -> None:
-    refresh(weights)
-    kept = vars(weights).setdefault("kept", {})
-    send_instead(weights, "q_proj.weight", lambda name, tensor: kept.setdefault(name, tensor.clone()))
+@bug("N03", "verl#7014", "q_proj is sent as it was before training", TENSORS, says=r"q_proj")
+def base_of_q_proj(tensors: Any, converter: Any) -> Any:
+    current, kept = tensors(converter), vars(converter).setdefault("kept", {})
+    for name, tensor in current.items():
+        if name.endswith("q_proj.weight"):
+            kept.setdefault(name, tensor.detach().clone())
+            acted()
+    return {**current, **kept}
 
 
 @bug("N12", "verl (class)", "the draft's eh_proj is rounded to bfloat16", REFRESH, says="eh_proj", **MTP)
 def draft_rounded(refresh: Any, weights: Any) -> None:
     refresh(weights)
-    send_instead(weights, "eh_proj", lambda name, tensor: tensor.bfloat16().float())
+    send_rounded(weights, "eh_proj")
 
 
 @bug("N11", "slime@0b463d5b9", "the halves of the draft's eh_proj are swapped in place", REFRESH, says="eh_proj", **MTP)

@@ -17,7 +17,7 @@ SHARE = "harness.trainer.{}:share_of_mean"
 
 @bug(
     "T01", "miles#68", "the trainer's log-probs are without the temperature",
-    "harness.trainer.actor:log_probs_from_logits", WARM, says="temperature", slugs=("log-prob-mismatch",),
+    "harness.trainer.actor:log_probs_from_logits", WARM, says="does not apply the temperature", slugs=("log-prob-mismatch",),
 )  # fmt: skip
 def log_probs_at_one(compute: Any, logits: Any, labels: Any, temperature: float) -> Any:
     acted()
