@@ -142,30 +142,30 @@ def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path) -> Non
     assert job.left_behind() == []
 
 
-def ends_in_stale_syncs(bug: Bug, step: int, tmp_path: Path, *arguments: str) -> None:
-    """Run with syncs that do nothing from this step on: it is named there."""
+def ends_in_stale_syncs(bug: Bug, when: str, tmp_path: Path, *arguments: str) -> None:
+    """Run with syncs that do nothing from then on: it is named there."""
     words = (*bug.words(), *arguments)
     job = run(tmp_path / "run", 2, *words, environment=bug.environment(tmp_path / "acted"))
     assert job.process.returncode == 1, job.output()
-    assert f"WeightsDidNotArrive: step {step}: after the sync the engine holds other weights: " in job.output()
+    assert f"WeightsDidNotArrive: {when}: after the sync the engine holds other weights: " in job.output()
     assert "PASSED" not in job.output()
     assert job.left_behind() == []
 
 
 def test_a_sync_that_does_nothing_is_caught_where_no_weight_moves(tmp_path: Path) -> None:
     """With GRPO and rewards that are all equal, the engine holds the right weights already."""
-    ends_in_stale_syncs(nothing_sent, 1, tmp_path)
+    ends_in_stale_syncs(nothing_sent, "step 1", tmp_path)
 
 
 @pytest.mark.long
 def test_syncs_that_never_do_anything_are_caught(tmp_path: Path) -> None:
-    ends_in_stale_syncs(nothing_ever_sent, 0, tmp_path)
+    ends_in_stale_syncs(nothing_ever_sent, "in the rehearsal", tmp_path)
 
 
 @pytest.mark.long
 def test_pulls_that_do_nothing_are_caught_while_only_the_critic_learns(tmp_path: Path) -> None:
     gae = ("--algorithm.advantage", "gae", "--algorithm.critic_warmup", "3", "--weights.transport", "pull")
-    ends_in_stale_syncs(nothing_sent, 1, tmp_path, *gae)
+    ends_in_stale_syncs(nothing_sent, "step 1", tmp_path, *gae)
 
 
 @pytest.mark.long
