@@ -175,11 +175,13 @@ def main(arguments: Sequence[str]) -> int:
     if "--" in own:
         own, overrides = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(prog="python3 -m tests.real_bugs.run", description=__doc__.splitlines()[0])
-    parser.add_argument("ids", nargs="*", metavar="ID", choices=[*known, []], help="none: all")
+    parser.add_argument("ids", nargs="*", metavar="ID", help=f"none: all of {', '.join(known)}")
     parser.add_argument("--jobs", type=int, default=1, help="so many runs at a time")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     parser.add_argument("--keep", type=Path, help="folder for the runs; otherwise they are deleted")
     options = parser.parse_args(own)
+    if unknown := set(options.ids) - known.keys():
+        parser.error(f"there is no bug {', '.join(sorted(unknown))}; --help names them")
     if options.keep and any((options.keep / each).exists() for each in options.ids or known):
         parser.error(f"--keep {options.keep} must hold no run of these bugs; give another folder")
     with tempfile.TemporaryDirectory(prefix="real-bugs-") as temporary, ThreadPoolExecutor(options.jobs) as pool:
