@@ -25,7 +25,7 @@ from tests.real_bugs.bug import Bug
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "measurements" / "real_bugs.md"
-TORCHRUN = ("launch/torchrun.py", "--nnodes=1", "--nproc-per-node=2", "launch/ppo.py")
+TORCHRUN = ("launch/torchrun.py", "--nnodes=1", "--local-addr=127.0.0.1", "--nproc-per-node=2", "launch/ppo.py")
 SECONDS = 300
 FAILED = re.compile(r"^rank \d+ FAILED: (\w+): (.*)$", re.MULTILINE)
 DIED = re.compile(r"^FIRST FAILURE: .*? UTC: ()(.*)$", re.MULTILINE)
@@ -182,6 +182,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(own)
     if unknown := set(options.ids) - known.keys():
         parser.error(f"there is no bug {', '.join(sorted(unknown))}; --help names them")
+    if options.write and options.ids:
+        parser.error("--write is of all bugs; leave the ids out")
     if options.keep and any((options.keep / each).exists() for each in options.ids or known):
         parser.error(f"--keep {options.keep} must hold no run of these bugs; give another folder")
     with tempfile.TemporaryDirectory(prefix="real-bugs-") as temporary, ThreadPoolExecutor(options.jobs) as pool:
