@@ -1,16 +1,17 @@
-"""Real gloo ranks: an engine that starts on some of its ranks and not on others."""
+"""Real gloo ranks: an engine that starts on some of its ranks and not on others; and which GPUs they may be on."""
 
 import os
 import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.rollout import engine_ranks
 from harness.rollout.engine import EngineFailed
-from harness.rollout.engine_ranks import Group, gather_failures
+from harness.rollout.engine_ranks import Group, check_devices, gather_failures
 from harness.rollout.verl_engine import VerlEngine
 from tests.cluster.gloo import on_ranks
 
@@ -73,3 +74,20 @@ def test_an_engine_that_gets_no_ports_fails_on_every_rank(tmp_path: Path) -> Non
     said = on_ranks(_without_ports, 2, tmp_path, str(tmp_path))
     assert said[0] == said[1]
     assert said[0].startswith("engine start failed on rank 0: ValueError: engine.base_port = 65530 is too high")
+
+
+def test_shared_is_each_on_its_own() -> None:
+    check_devices(["a", "b"], {0: "a", 1: "b"}, True)
+    check_devices(["a", "b"], {1: "b"}, True)
+    check_devices(["a", "b"], {}, True)
+    with pytest.raises(ValueError, match=r"rank 1 runs on GPU a, but its trainer is on GPU b .* check CUDA_VIS"):
+        check_devices(["a", "b"], {1: "a"}, True)
+
+
+def test_apart_is_on_no_trainers_gpu() -> None:
+    check_devices(["a", "b"], {0: "c", 1: "d"}, False)
+    check_devices(["a", "b"], {}, False)
+    with pytest.raises(ValueError, match=r"rank 0 runs on GPU b, but rank 1 trains there \(parallel\.colocate = false"):
+        check_devices(["a", "b"], {0: "b"}, False)
+    with pytest.raises(ValueError, match=r"rank 1 runs on GPU c, but so does the engine rank of rank 0"):
+        check_devices(["a", "b"], {0: "c", 1: "c"}, False)

@@ -1,3 +1,6 @@
+"""What a rank does and says. One list of phases: what the code begins is in it, and the other way round."""
+
+import ast
 import io
 import json
 import re
@@ -10,7 +13,91 @@ import pytest
 
 from harness.observer import Observer, Observers
 from harness.runtime import events
-from harness.runtime.events import Console, EventLog, unix_seconds
+from harness.runtime.events import MEET, PHASES, RUN, Console, EventLog, current_work, unix_seconds
+
+HARNESS = Path(__file__).resolve().parents[2] / "harness"
+
+
+def names(argument: ast.expr) -> set[str]:
+    """What a phase is called: a constant, or f"..._{role}" for each model that learns."""
+    if isinstance(argument, ast.Constant):
+        return {str(argument.value)}
+    if isinstance(argument, ast.JoinedStr) and "{role}" in ast.unparse(argument):
+        return {ast.literal_eval(ast.unparse(argument)[1:]).format(role=role) for role in ("actor", "critic")}
+    return set()
+
+
+def phases_in_the_code() -> set[str]:
+    """First arguments of phase(...)."""
+    found = set()
+    for file in HARNESS.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and node.args):
+                continue
+            called = ast.unparse(node.func)
+            if called == "phase" or called.endswith("events.phase"):
+                found |= names(node.args[0])
+    return found
+
+
+def test_every_phase_can_have_a_deadline() -> None:
+    assert phases_in_the_code() | {RUN, MEET} == set(PHASES)
+    assert len(set(PHASES)) == len(PHASES)
+
+
+class Voice:
+    def __init__(self) -> None:
+        self.spoke, self.said = 0.0, list[str]()
+
+    def say(self, text: str) -> None:
+        self.spoke = time.monotonic()
+        self.said.append(text)
+
+
+def wait_for(voice: Voice, text: str) -> None:
+    until = time.monotonic() + 60
+    while not any(text in line for line in voice.said):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_the_innermost_work_is_named_while_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "EVERY_SECONDS", 0.05)
+    voice = Voice()
+    with events.working("outer", voice) as outer:
+        wait_for(voice, "outer (0 s so far)")
+        with events.working("inner"):
+            wait_for(voice, "inner")
+            work = current_work()
+            assert work is not None and work.what == "inner"
+        voice.said.clear()
+        outer.what = "2 of 3"
+        wait_for(voice, "2 of 3")
+    said = len(voice.said)
+    assert current_work() is None
+    time.sleep(0.2)
+    assert len(voice.said) == said
+
+
+def test_a_short_work_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    with events.working("short"):
+        pass
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_lines_go_where_standard_error_went(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "EVERY_SECONDS", 0.02)
+    said = ""
+    until = time.monotonic() + 60
+    with events.working("long"):
+        while "long (0 s so far)" not in said:
+            assert time.monotonic() < until
+            out, error = capfd.readouterr()
+            said += error
+            assert out == ""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
