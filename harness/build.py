@@ -21,7 +21,6 @@ from harness.cluster.placement import place
 from harness.half_runs import EngineAlone, TrainerAlone
 from harness.inputs import Inputs
 from harness.learning import Learning
-from harness.movement import Movement
 from harness.observer import RunContext
 from harness.ppo import Ppo
 from harness.rollout import sglang_api
@@ -39,6 +38,7 @@ from harness.trainer.actor import Actor, Reference
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
 from harness.trainer.routing import routed_shape
+from harness.weight_changes import WeightChanges
 from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
 from harness.weights.verification.proof import Proof
@@ -291,8 +291,8 @@ def build_trainer(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: Run
         if config.algorithm.kl_placement != "none":
             # It is never updated, so it can be kept in the dtype in which it computes.
             reference = Reference(load(compute), config, mesh, device)
-    movements: dict[str, Movement] = {
-        learner.role: Movement(role=learner.role, model=learner.model, config=config)
+    weight_changes: dict[str, WeightChanges] = {
+        learner.role: WeightChanges(role=learner.role, model=learner.model, config=config)
         for learner in (actor, critic)
         if learner
     }
@@ -303,7 +303,7 @@ def build_trainer(run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: Run
         actor=actor,
         critic=critic,
         reference=reference,
-        movements=movements,
+        weight_changes=weight_changes,
     )
 
 

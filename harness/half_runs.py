@@ -78,6 +78,6 @@ class TrainerAlone:
 
     def verdict(self, rollouts: Sequence[Mapping[str, float]]) -> str:
         """Return what the run has shown."""
-        moved = [each.verdict() for each in self.learning.movements.values() if each.role == "actor" or each.still]
+        moved = [each.verdict() for each in self.learning.weight_changes.values() if each.role == "actor" or each.still]
         steps = f"{len(rollouts)} steps of the trainer without an engine, on rollouts of {self.saved.folder}"
         return "; ".join([steps, *moved])

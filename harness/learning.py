@@ -8,7 +8,6 @@ import torch
 from harness.cluster.world import World
 from harness.config.schema import Config
 from harness.metrics import Metrics, replay_metrics, response_metrics, routing_metrics
-from harness.movement import Movement
 from harness.runtime.events import EventLog
 from harness.seeds import seed_of
 from harness.trainer.actor import Actor, OldLogProbs, Reference
@@ -16,7 +15,8 @@ from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic
 from harness.trainer.estimate import estimate_advantages
 from harness.trainer.learner import Learner
-from harness.trainer.over_ranks import token_mean
+from harness.trainer.rank_sums import token_mean
+from harness.weight_changes import WeightChanges
 from harness.weights.log_probs import log_prob_difference
 
 
@@ -32,7 +32,7 @@ class Learning:
     """None unless advantages are estimated by GAE."""
     reference: Reference | None
     """None if the KL to it counts nowhere."""
-    movements: Mapping[str, Movement]
+    weight_changes: Mapping[str, WeightChanges]
     """actor and critic -> what their updates moved."""
 
     def metrics_of(self, batch: Batch, old: OldLogProbs) -> Metrics:
@@ -67,7 +67,7 @@ class Learning:
         if self.critic:
             metrics |= self.update(self.critic, index, batch, generator)
         if index < self.config.algorithm.critic_warmup:
-            self.movements["actor"].skip(index)
+            self.weight_changes["actor"].skip(index)
         else:
             metrics |= self.update(self.actor, index, batch, generator)
         return metrics
@@ -76,9 +76,9 @@ class Learning:
         """Take the step's optimizer steps on the actor or the critic; return their metrics, and how many tensors they
         moved.
         """
-        role, movement = learner.role, self.movements[learner.role]
+        role, changes = learner.role, self.weight_changes[learner.role]
         with self.events.phase(f"update_{role}", f"the {role}'s optimizer steps"), learner.learning():
-            movement.begin()
+            changes.begin()
             found = learner.update(batch, generator)
-            found |= movement.finish(index, found)
+            found |= changes.finish(index, found)
         return {f"{role}/{name}": value for name, value in found.items()}

@@ -13,7 +13,7 @@ from harness.cluster.world import all_gather
 from harness.rollout.responses import Response
 from harness.task.data import Prompt
 from harness.trainer.batch import Batch
-from harness.trainer.over_ranks import all_sum, mean, token_mean
+from harness.trainer.rank_sums import all_sum, mean, token_mean
 
 Metrics = dict[str, float]
 

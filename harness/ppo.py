@@ -95,13 +95,13 @@ class Ppo:
 
     def verdict(self, rollouts: Sequence[Mapping[str, float]]) -> str:
         """Return what the run has shown, given the metrics of all its rollouts, the final check's included."""
-        movements = self.learning.movements
-        changed = sum(count > 0 for count in movements["actor"].moved.values())
+        weight_changes = self.learning.weight_changes
+        changed = sum(count > 0 for count in weight_changes["actor"].moved.values())
         return "; ".join(
             [
                 f"{len(rollouts) - 1} PPO steps",
                 self.proof.verdict(rollouts),
-                *(each.verdict() for each in movements.values() if each.role == "actor" or each.still),
+                *(each.verdict() for each in weight_changes.values() if each.role == "actor" or each.still),
                 f"{changed} of the syncs carried changed weights",
                 *unused_draft(rollouts),
                 f"engine preset {self.config.engine.preset}",

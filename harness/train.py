@@ -17,13 +17,13 @@ from harness.config.checkpoint_folder import checkpoint_to_resume
 from harness.config.schema import Config
 from harness.inputs import Inputs, read_inputs
 from harness.metrics import Metrics
-from harness.movement import Movement
 from harness.observer import RunContext
 from harness.ppo import Ppo
 from harness.rollouts import Rollouts
 from harness.runtime.errors import Stopped
 from harness.runtime.events import EventLog
 from harness.runtime.run_record import RunRecord, step_line
+from harness.weight_changes import WeightChanges
 from harness.weights.transports import check_shared
 
 
@@ -57,7 +57,7 @@ def train(run: RunContext) -> str:
         started = time.monotonic()
         metrics = ppo.step(index)
         record_rollout(run, ppo.rollouts, record, index)
-        record_step(run, ppo.learning.movements, record, metrics | {"seconds": time.monotonic() - started})
+        record_step(run, ppo.learning.weight_changes, record, metrics | {"seconds": time.monotonic() - started})
         if every and ((index + 1) % every == 0 or index + 1 == steps):
             checkpoints.save(index + 1)
     final = ppo.final_check(steps)
@@ -93,7 +93,7 @@ def train_half(run: RunContext, record: RunRecord) -> str:
     for index in steps:
         started = time.monotonic()
         metrics = trainer.step(index)
-        record_step(run, trainer.learning.movements, record, metrics | {"seconds": time.monotonic() - started})
+        record_step(run, trainer.learning.weight_changes, record, metrics | {"seconds": time.monotonic() - started})
     return f"PASSED: {trainer.verdict(record.steps)}"
 
 
@@ -117,11 +117,13 @@ def record_rollout(run: RunContext, rollouts: Rollouts, record: RunRecord, index
         events.say(record.startup_line(models_beside_engine=run.world.device.type == "cpu"))
 
 
-def record_step(run: RunContext, movements: Mapping[str, Movement], record: RunRecord, metrics: Metrics) -> None:
+def record_step(
+    run: RunContext, weight_changes: Mapping[str, WeightChanges], record: RunRecord, metrics: Metrics
+) -> None:
     """Write, announce and print the metrics of a step."""
     index, events = int(metrics["step"]), run.events
     run.observer.measured(record.add(metrics, gather_phases(events, index), phase_tokens(run.config, metrics)))
-    events.say(step_line(metrics, [line for each in movements.values() if (line := each.line(index))]))
+    events.say(step_line(metrics, [line for each in weight_changes.values() if (line := each.line(index))]))
 
 
 def record_validation(run: RunContext, rollouts: Rollouts, record: RunRecord, updates: int) -> None:

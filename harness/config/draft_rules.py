@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.config.engine_rules import choose_transport
 from harness.config.facts import Device, Facts, SGLangFacts
-from harness.config.rules import Wrong
+from harness.config.rules import BrokenRule
 from harness.config.schema import Config
 
 KEY = "engine.args.speculative_algorithm"
@@ -32,7 +32,7 @@ def sends_mtp_layer(arguments: Mapping[str, Any]) -> bool:
     return draft_of(arguments) in OF_THE_CHECKPOINT and not arguments.get("speculative_draft_model_path")
 
 
-def draft_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[Wrong]:
+def draft_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[BrokenRule]:
     """Yield what is wrong with the draft model, if there is one. facts: rules that need an unknown fact are skipped."""
     arguments = config.engine.args
     if device == "cpu" and arguments.get("speculative_algorithm"):
@@ -46,44 +46,44 @@ def draft_rules(config: Config, facts: Facts, device: Device | None) -> Iterator
         return
     if config.parallel.pp > 1:
         why = "the last pipeline stage alone has the draft model, which cannot be compared stage by stage here"
-        yield Wrong("parallel.pp", f"{why}; use 1, or remove {KEY}")
+        yield BrokenRule("parallel.pp", f"{why}; use 1, or remove {KEY}")
     yield from _layer(config, facts)
     if config.rollout.has_both:
         yield from _sync(config, facts.sglang, device)
 
 
-def _on_cpu(arguments: Mapping[str, Any], sglang: SGLangFacts | None) -> Iterator[Wrong]:
+def _on_cpu(arguments: Mapping[str, Any], sglang: SGLangFacts | None) -> Iterator[BrokenRule]:
     """Yield what SGLang's CPU mode, with the stand-ins for its kernels, cannot serve: all but a chain of one draft."""
     algorithm = str(arguments["speculative_algorithm"]).upper()
     if not sends_mtp_layer(arguments):
         why = f"its kernels for {algorithm} have no stand-in; those for EAGLE and NEXTN with the model's own MTP layer have"
-        yield Wrong(KEY, f"SGLang's CPU mode cannot serve it: {why}; use a GPU, or remove it", unsupported=True)
+        yield BrokenRule(KEY, f"SGLang's CPU mode cannot serve it: {why}; use a GPU, or remove it", unsupported=True)
         return
     if sglang and sglang.why_no_drafts_on_cpu:
         why = f"SGLang's CPU mode cannot serve it with sglang {sglang.version}: {sglang.why_no_drafts_on_cpu}"
-        yield Wrong(KEY, f"{why}; use a GPU, a newer release, or remove it", unsupported=True)
+        yield BrokenRule(KEY, f"{why}; use a GPU, a newer release, or remove it", unsupported=True)
         return
     for name, needed in CHAIN.items():
         if arguments.get(name) != needed:
             why = f"on the CPU it must be {needed}: its stand-ins know one draft at a time"
             listed = ", ".join(f"engine.args.{each} = {value}" for each, value in CHAIN.items())
             key = f"engine.args.{name}" if name in arguments else KEY
-            yield Wrong(key, f"{why if name in arguments else f'{name} is not set, and {why}'}; use {listed}")
+            yield BrokenRule(key, f"{why if name in arguments else f'{name} is not set, and {why}'}; use {listed}")
             return
 
 
-def _of_another_checkpoint(config: Config) -> Iterator[Wrong]:
+def _of_another_checkpoint(config: Config) -> Iterator[BrokenRule]:
     """Refuse checks of a draft that is another model: SGLang offers it the trainer's tensors, which are not its own."""
     why = (
         f"SGLang also updates the draft model of {KEY} = {draft_of(config.engine.args)}, for which there is no trainer"
     )
     if config.weights.transport == "pull":
-        yield Wrong("weights.transport", f'{why}; use "bucket", "tensor" or "disk"')
+        yield BrokenRule("weights.transport", f'{why}; use "bucket", "tensor" or "disk"')
     if config.weights.verify:
-        yield Wrong("weights.verify", f"{why}, so nothing can be compared; use false")
+        yield BrokenRule("weights.verify", f"{why}, so nothing can be compared; use false")
 
 
-def _layer(config: Config, facts: Facts) -> Iterator[Wrong]:
+def _layer(config: Config, facts: Facts) -> Iterator[BrokenRule]:
     """Refuse a model without one MTP layer in its checkpoint, as the engine holds it."""
     if facts.model is not None:
         language = facts.model.get("text_config") or facts.model
@@ -93,18 +93,18 @@ def _layer(config: Config, facts: Facts) -> Iterator[Wrong]:
                 f"config.json of the model says {LAYERS} = {layers}, and SGLang's draft model is exactly one such layer"
             )
             tiny = f"; for the tiny model deepseek_v3 set model.overrides.{LAYERS} = 1" if layers == 0 else ""
-            yield Wrong(KEY, f"{given}{tiny}; use a model that has one, or remove it")
+            yield BrokenRule(KEY, f"{given}{tiny}; use a model that has one, or remove it")
     if config.model.weights == "random":
         why = "the draft's layer is read from the checkpoint, because no trainer has it"
-        yield Wrong("model.weights", f'{why}; use "checkpoint", or remove {KEY}')
+        yield BrokenRule("model.weights", f'{why}; use "checkpoint", or remove {KEY}')
 
 
-def _sync(config: Config, sglang: SGLangFacts | None, device: Device | None) -> Iterator[Wrong]:
+def _sync(config: Config, sglang: SGLangFacts | None, device: Device | None) -> Iterator[BrokenRule]:
     """Refuse transports that would leave the draft model behind, or that SGLang cannot use for two models."""
     transport, _ = choose_transport(config)
     if sglang and transport == "distributed" and not sglang.updates_drafts_by_group:
         why = f"sglang {sglang.version} never updates the draft model in an update group (sglang#27718)"
-        yield Wrong("weights.transport", f'{why}; use "bucket" with parallel.colocate = true, or a newer release')
+        yield BrokenRule("weights.transport", f'{why}; use "bucket" with parallel.colocate = true, or a newer release')
     if transport == "tensor" and device == "cpu":
         why = "SGLang opens each tensor's handle for the target and again for the draft, and on the CPU a handle opens once"
-        yield Wrong("weights.transport", f'{why}; use "bucket"')
+        yield BrokenRule("weights.transport", f'{why}; use "bucket"')

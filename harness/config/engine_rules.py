@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from harness.config.facts import Device, EngineArgument, Facts, SGLangFacts
-from harness.config.rules import Wrong
+from harness.config.rules import BrokenRule
 from harness.config.schema import TINY_MODELS, Config, TransportName
 
 KINDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "None": ""}
@@ -35,22 +35,22 @@ OF_MANY_RANKS = frozenset(
 the first two."""
 
 
-def engine_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[Wrong]:
+def engine_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[BrokenRule]:
     """Yield what is wrong with the engine's arguments, with the device, and with the way the weights travel on it."""
     if facts.sglang:
         for name, value in config.engine.args.items():
             if problem := argument_problem(facts.sglang, name, value):
-                yield Wrong(f"engine.args.{name}", problem)
+                yield BrokenRule(f"engine.args.{name}", problem)
         yield from _routing(config, facts.sglang, device)
     if device == "cpu":
         yield from _on_cpu(config)
     if device == "cuda":
         yield from _on_cuda(config, expandable_segments(facts.environment or {}))
     if config.engine.device == "cuda" and facts.why_no_gpu:
-        yield Wrong("engine.device", f'{facts.why_no_gpu}; use "cpu"')
+        yield BrokenRule("engine.device", f'{facts.why_no_gpu}; use "cpu"')
 
 
-def generation_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[Wrong]:
+def generation_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[BrokenRule]:
     """Refuse float32 for an engine that generates on a GPU, where SGLang's kernel for RMSNorm takes 16 bits alone.
 
     Not judged: an engine that uses another norm, as its batch-invariant ones do, and a plan that only assumes a GPU.
@@ -60,10 +60,10 @@ def generation_rules(config: Config, facts: Facts, device: Device | None) -> Ite
     is_other = config.rollout.load or OTHER_NORMS & config.engine.args.keys()
     if device == "cuda" and is_there and has_norm and not is_other and config.model.dtype == "float32":
         why = "SGLang's kernels on a GPU do not take it (rmsnorm failed to dispatch data type Float)"
-        yield Wrong("model.dtype", f"{why}; use --model.dtype bfloat16, or --engine.device cpu")
+        yield BrokenRule("model.dtype", f"{why}; use --model.dtype bfloat16, or --engine.device cpu")
 
 
-def code_rules(config: Config, facts: Facts) -> Iterator[Wrong]:
+def code_rules(config: Config, facts: Facts) -> Iterator[BrokenRule]:
     """Refuse Python code of a model that SGLang would run unasked, unless the user trusts it.
 
     A model that transformers does not know is left to model_rules: the trainer runs no code of a model, trusted or not.
@@ -73,7 +73,7 @@ def code_rules(config: Config, facts: Facts) -> Iterator[Wrong]:
         if key == "model.name" and facts.model_types is not None and kind not in facts.model_types:
             continue
         trust = "if you trust whoever wrote it, set engine.args.trust_remote_code = true; if not, use another model"
-        yield Wrong(key, f"{why}; {trust}")
+        yield BrokenRule(key, f"{why}; {trust}")
 
 
 def choose_transport(config: Config) -> tuple[TransportName, str]:
@@ -123,36 +123,36 @@ def _fits(argument: EngineArgument, value: Any) -> bool:
     return value is None or kind in argument.kinds or (kind == "int" and "float" in argument.kinds)
 
 
-def _routing(config: Config, sglang: SGLangFacts, device: Device | None) -> Iterator[Wrong]:
+def _routing(config: Config, sglang: SGLangFacts, device: Device | None) -> Iterator[BrokenRule]:
     if config.rollout.routing == "off" or config.rollout.load:
         return
     if not sglang.returns_routing:
         why = f"sglang {sglang.version} cannot say which experts a token took (it lacks return_routed_experts)"
-        yield Wrong("rollout.routing", f'{why}; use "off", or another release', unsupported=True)
+        yield BrokenRule("rollout.routing", f'{why}; use "off", or another release', unsupported=True)
     elif device == "cpu" and not sglang.returns_routing_on_cpu:
         why = f"sglang {sglang.version} keeps routed experts in pinned memory, for which its CPU mode has no stand-in"
-        yield Wrong("rollout.routing", f'{why}; use "off", a GPU, or another release', unsupported=True)
+        yield BrokenRule("rollout.routing", f'{why}; use "off", a GPU, or another release', unsupported=True)
 
 
-def _on_cpu(config: Config) -> Iterator[Wrong]:
+def _on_cpu(config: Config) -> Iterator[BrokenRule]:
     if not config.parallel.colocate:
-        yield Wrong("parallel.colocate", "on the CPU there are no GPUs to separate; use true")
+        yield BrokenRule("parallel.colocate", "on the CPU there are no GPUs to separate; use true")
     for name, (beginning, reason) in CPU_ARGUMENTS.items():
         value = config.engine.args.get(name)
         if value and str(value).startswith(beginning):
             why = f"SGLang's CPU mode cannot serve it: {reason}; use a GPU, or remove it"
-            yield Wrong(f"engine.args.{name}", why, unsupported=True)
+            yield BrokenRule(f"engine.args.{name}", why, unsupported=True)
 
 
-def _on_cuda(config: Config, expandable: str) -> Iterator[Wrong]:
+def _on_cuda(config: Config, expandable: str) -> Iterator[BrokenRule]:
     transport, colocate = config.weights.transport, config.parallel.colocate
     if transport == "distributed" and colocate:
         why = "NCCL refuses two ranks on one GPU"
-        yield Wrong("weights.transport", f"{why}; use parallel.colocate = false, or another transport")
+        yield BrokenRule("weights.transport", f"{why}; use parallel.colocate = false, or another transport")
     if transport not in ("auto", "distributed", "disk") and not colocate:
         why = "with parallel.colocate = false the engine cannot open the trainer's memory"
-        yield Wrong("weights.transport", f'{why}; use "distributed" or "disk"')
+        yield BrokenRule("weights.transport", f'{why}; use "distributed" or "disk"')
     if expandable:
         why = f"{expandable} makes memory that no scheduler can open (CUDA IPC); remove expandable_segments from it"
         if transport == "pull":
-            yield Wrong("weights.transport", why)
+            yield BrokenRule("weights.transport", why)

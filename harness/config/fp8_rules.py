@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.config.facts import Device, SGLangFacts
 from harness.config.precision import FP8_BLOCK
-from harness.config.rules import Wrong
+from harness.config.rules import BrokenRule
 from harness.config.schema import Config
 
 BLOCK = FP8_BLOCK.block[0]
@@ -20,7 +20,7 @@ LIKE_LLAMA = ("llama", "mistral", "ministral3", "phi3", "internlm3")
 REMEDY = f"SGLang's block-FP8 layers take whole blocks of {BLOCK} x {BLOCK} alone"
 
 
-def fp8_rules(config: Config, device: Device | None) -> Iterator[Wrong]:
+def fp8_rules(config: Config, device: Device | None) -> Iterator[BrokenRule]:
     """Yield what is wrong with a quantized precision with any model."""
     precision = config.model.precision
     if not precision.quantized:
@@ -29,27 +29,31 @@ def fp8_rules(config: Config, device: Device | None) -> Iterator[Wrong]:
         why = (
             f'for model.rollout_precision = "{precision.of_engine}", since SGLang computes with FP8 weights in 16 bits'
         )
-        yield Wrong("model.dtype", f'must be "{precision.quantized.computed}" {why}')
+        yield BrokenRule("model.dtype", f'must be "{precision.quantized.computed}" {why}')
     # SGLang draws its dummy weights for the scales of the KV cache too. Each sync sets these to 1, but CUDA graphs keep
     # the numbers with which they were captured.
     graphs = config.engine.args.get("disable_cuda_graph", config.engine.preset != "sglang") is False
     if device == "cuda" and config.engine.initial_weights == "dummy" and graphs:
         why = "dummy weights make the scales of the KV cache random, and CUDA graphs would keep them"
-        yield Wrong("engine.initial_weights", f'{why}; use engine.initial_weights = "checkpoint", or no CUDA graphs')
+        yield BrokenRule(
+            "engine.initial_weights", f'{why}; use engine.initial_weights = "checkpoint", or no CUDA graphs'
+        )
 
 
-def fp8_model(config: Config, sizes: Mapping[str, Any], sglang: SGLangFacts | None) -> Iterator[Wrong]:
+def fp8_model(config: Config, sizes: Mapping[str, Any], sglang: SGLangFacts | None) -> Iterator[BrokenRule]:
     """Yield why SGLang cannot load this model in block-FP8. sizes: the model's config."""
     if config.model.precision.quantized is not FP8_BLOCK:
         return
     kind = sizes.get("model_type")
     if kind in LIKE_LLAMA and sglang and not sglang.loads_block_scales_of_llama:
         why = f"sglang {sglang.version} loads no block scales of a {kind} model, as it takes them for scales of whole tensors"
-        yield Wrong("model.rollout_precision", f'{why} (sglang#30234); use "same", or another model', unsupported=True)
+        yield BrokenRule(
+            "model.rollout_precision", f'{why} (sglang#30234); use "same", or another model', unsupported=True
+        )
     yield from fp8_sizes(config, sizes)
 
 
-def fp8_sizes(config: Config, sizes: Mapping[str, Any]) -> Iterator[Wrong]:
+def fp8_sizes(config: Config, sizes: Mapping[str, Any]) -> Iterator[BrokenRule]:
     """Yield each size of the model that ends inside a block. sizes: the model's config; a rule without its field is
     skipped.
     """
@@ -58,7 +62,7 @@ def fp8_sizes(config: Config, sizes: Mapping[str, Any]) -> Iterator[Wrong]:
         if size and (size % over or size // over % BLOCK):
             divided = f" over {over} ranks" if over > 1 else ""
             multiple = f"a multiple of {BLOCK}{f' x {over} = {BLOCK * over}' if over > 1 else ''}"
-            yield Wrong("model.rollout_precision", f"{words} {size}{divided}, which must be {multiple}: {REMEDY}")
+            yield BrokenRule("model.rollout_precision", f"{words} {size}{divided}, which must be {multiple}: {REMEDY}")
 
 
 class _Ranks:

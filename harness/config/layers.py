@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from harness.config.mistakes import COMMAND_LINE, ConfigError, Mistake, Reading, refuse
+from harness.config.mistakes import COMMAND_LINE, ConfigError, KeysRead, Mistake, refuse
 from harness.config.schema import Config
 from harness.runtime import redact
 
@@ -62,13 +62,13 @@ def build_config(layers: Iterable[Layer]) -> Config:
     return config
 
 
-def apply_layers(layers: Iterable[Layer]) -> tuple[Config, Reading]:
+def apply_layers(layers: Iterable[Layer]) -> tuple[Config, KeysRead]:
     """Apply the layers as build_config does; return the config, who set which key, unknown keys and wrong types."""
     config, given, found = Config(), dict[str, str](), list[Mistake]()
     for layer in layers:
         given |= dict.fromkeys(_keys(layer.table), layer.source)
         found += _apply(config, layer.table, layer.source, prefix="")
-    return config, Reading(given, tuple(found))
+    return config, KeysRead(given, tuple(found))
 
 
 def _keys(table: Mapping[str, Any]) -> Iterator[str]:

@@ -38,7 +38,7 @@ class Mistake:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class KeysRead:
     """What is known of a config from its files and its command line."""
 
     given: Mapping[str, str] = field(default_factory=dict)
@@ -51,15 +51,15 @@ class Reading:
         """Sections with a key whose value is not known."""
         return {key.partition(".")[0] for each in self.mistakes for key in each.spoils}
 
-    def plus(self, found: Iterable[Mistake]) -> "Reading":
+    def plus(self, found: Iterable[Mistake]) -> "KeysRead":
         """Return the same with more mistakes."""
         return replace(self, mistakes=(*self.mistakes, *found))
 
 
-NOTHING_READ = Reading()
+NOTHING_READ = KeysRead()
 
 
-def refuse(reading: Reading) -> None:
+def refuse(reading: KeysRead) -> None:
     """Raise one error that tells all mistakes, causes before consequences; return if there is none.
 
     It is UnsupportedEnvironment if nothing but this machine, or its sglang, is in the way; otherwise ConfigError.

@@ -10,7 +10,7 @@ from typing import Any
 from harness.config.facts import Device, Facts
 from harness.config.fp8_rules import fp8_model
 from harness.config.layers import nearest
-from harness.config.rules import QUANTIZED, Wrong
+from harness.config.rules import QUANTIZED, BrokenRule
 from harness.config.schema import TINY_MODELS, Config
 
 CPU_PADS = "SGLang refuses it on CUDA, while its CPU mode pads the model (--engine.device cpu)"
@@ -58,7 +58,7 @@ class _Sizes:
         return next((value for value in values if type(value) is int and value > 0), None)
 
 
-def model_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[Wrong]:
+def model_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[BrokenRule]:
     """Yield what is wrong with the model, or with this mesh for it. Yield nothing if its config.json is unknown."""
     yield from _overrides(config, facts)
     if not facts.model:
@@ -67,12 +67,12 @@ def model_rules(config: Config, facts: Facts, device: Device | None) -> Iterator
     yield from _kind(config, facts, device)
     layers = sizes["num_hidden_layers"]
     if layers and layers < config.parallel.pp:
-        yield Wrong("parallel.pp", f"the model has only {layers} layers; use at most {layers} pipeline stages")
+        yield BrokenRule("parallel.pp", f"the model has only {layers} layers; use at most {layers} pipeline stages")
     yield from _heads(sizes, config)
     yield from _experts(sizes, config, device)
     yield from fp8_model(config, sizes.fields, facts.sglang)
     if device == "cuda" and (why := _indivisible(sizes, config)):
-        yield Wrong("parallel.tp", f"{why}; {CPU_PADS}")
+        yield BrokenRule("parallel.tp", f"{why}; {CPU_PADS}")
     yield from _context(sizes, config)
 
 
@@ -82,44 +82,46 @@ def padding_warnings(config: Config, facts: Facts) -> Iterator[str]:
         yield f"parallel.tp = {config.parallel.tp}: {why}; {CPU_PADS}."
 
 
-def _overrides(config: Config, facts: Facts) -> Iterator[Wrong]:
+def _overrides(config: Config, facts: Facts) -> Iterator[BrokenRule]:
     for name, value in config.model.overrides.items() if config.model.name in TINY_MODELS else ():
         if name in COUNTS.split() and (type(value) is not int or value < 1):
-            yield Wrong(f"model.overrides.{name}", "must be a whole number of at least 1")
+            yield BrokenRule(f"model.overrides.{name}", "must be a whole number of at least 1")
         is_json = isinstance(value, str) and value.lstrip().startswith("{")
         if is_json or (name in TABLES and not isinstance(value, Mapping)):
-            yield Wrong(
+            yield BrokenRule(
                 f"model.overrides.{name}",
                 """must be a table as TOML writes it, with = where JSON has a colon: '{rope_type = "default"}'""",
             )
         if facts.overridable is not None and name not in facts.overridable:
             hint = nearest(name, sorted(facts.overridable), "see its config class in transformers")
-            yield Wrong(f"model.overrides.{name}", f"the config of {config.model.name} has no field {name}; {hint}")
+            yield BrokenRule(
+                f"model.overrides.{name}", f"the config of {config.model.name} has no field {name}; {hint}"
+            )
 
 
-def _kind(config: Config, facts: Facts, device: Device | None) -> Iterator[Wrong]:
+def _kind(config: Config, facts: Facts, device: Device | None) -> Iterator[BrokenRule]:
     fields = facts.model or {}
     kind = fields.get("model_type")
     quantization = fields.get("quantization_config")
     if isinstance(quantization, Mapping):
         method = quantization.get("quant_method", "unknown")
         why = f"its checkpoint is quantized ({method}, says quantization_config in its config.json), and {QUANTIZED}"
-        yield Wrong("model.name", f"{why}; use a checkpoint that is not quantized")
+        yield BrokenRule("model.name", f"{why}; use a checkpoint that is not quantized")
     if facts.model_types is not None and kind not in facts.model_types:
         hint = nearest(str(kind), facts.model_types, "give a model that it has, or install a newer transformers")
         what = f'model_type = "{kind}"' if kind else "no model_type"
         code = ", and the trainer runs no code of a model (auto_map)" if "auto_map" in fields else ""
         why = f"its config.json has {what}, for which the installed transformers has no causal language model{code}"
-        yield Wrong("model.name", f"{why}; {hint}")
+        yield BrokenRule("model.name", f"{why}; {hint}")
     if device == "cpu" and kind in CPU_MODELS:
         why = f"SGLang's CPU mode cannot serve a {kind} model: {CPU_MODELS[kind]}; use a GPU, or another model"
-        yield Wrong("model.name", why, unsupported=True)
+        yield BrokenRule("model.name", why, unsupported=True)
     if device == "cpu" and "kv_lora_rank" in fields and facts.sglang and not facts.sglang.serves_mla_on_cpu:
         why = f"sglang {facts.sglang.version} cannot serve an MLA model (DeepSeek) on the CPU; 0.5.12 and newer can"
-        yield Wrong("model.name", why, unsupported=True)
+        yield BrokenRule("model.name", why, unsupported=True)
 
 
-def _heads(sizes: _Sizes, config: Config) -> Iterator[Wrong]:
+def _heads(sizes: _Sizes, config: Config) -> Iterator[BrokenRule]:
     multiples = [(EXPERTS, "n_group")]
     if not sizes.is_mla:
         multiples.append(("num_attention_heads", "num_key_value_heads"))
@@ -130,7 +132,7 @@ def _heads(sizes: _Sizes, config: Config) -> Iterator[Wrong]:
             name = next(each for each in names.split() if sizes[each])
             overridden = [each for each in (name, divisor) if each in config.model.overrides]
             key = f"model.overrides.{overridden[0]}" if overridden else "model.name"
-            yield Wrong(key, f"the model's {name} = {size} must be a multiple of its {divisor} = {by}")
+            yield BrokenRule(key, f"the model's {name} = {size} must be a multiple of its {divisor} = {by}")
 
 
 def _indivisible(sizes: _Sizes, config: Config) -> str:
@@ -146,10 +148,10 @@ def _indivisible(sizes: _Sizes, config: Config) -> str:
     return "; ".join(found)
 
 
-def _experts(sizes: _Sizes, config: Config, device: Device | None) -> Iterator[Wrong]:
+def _experts(sizes: _Sizes, config: Config, device: Device | None) -> Iterator[BrokenRule]:
     experts, chosen, width = sizes[EXPERTS], sizes["num_experts_per_tok"], sizes["moe_intermediate_size"]
     if config.rollout.routing != "off" and not (experts and chosen):
-        yield Wrong(
+        yield BrokenRule(
             "rollout.routing",
             'the model has no experts, or no num_experts_per_tok, which SGLang needs to report them; use "off"',
         )
@@ -157,19 +159,21 @@ def _experts(sizes: _Sizes, config: Config, device: Device | None) -> Iterator[W
     if experts and chosen and chosen > experts:
         key = next((each for each in config.model.overrides if each in ("num_experts_per_tok", *EXPERTS.split())), "")
         why = f"num_experts_per_tok = {chosen} is more than the model's {experts} experts"
-        yield Wrong(f"model.overrides.{key}" if key else "model.name", why)
+        yield BrokenRule(f"model.overrides.{key}" if key else "model.name", why)
     name = next((each for each in ("ep_size", "expert_parallel_size") if arguments.get(each)), "")
     ranks = arguments.get(name, 1)
     if not experts or type(ranks) is not int:  # SGLang reports it
         return
     if tp % ranks or experts % ranks:
-        yield Wrong(f"engine.args.{name}", f"must divide parallel.tp = {tp} and the model's {experts} experts")
+        yield BrokenRule(f"engine.args.{name}", f"must divide parallel.tp = {tp} and the model's {experts} experts")
     elif device == "cuda" and width and width % (tp // ranks):
         ways = f"{tp // ranks} ranks (parallel.tp / engine.args.ep_size)"
-        yield Wrong("parallel.tp", f"an expert's intermediate size {width} does not divide over {ways}; {CPU_PADS}")
+        yield BrokenRule(
+            "parallel.tp", f"an expert's intermediate size {width} does not divide over {ways}; {CPU_PADS}"
+        )
 
 
-def _context(sizes: _Sizes, config: Config) -> Iterator[Wrong]:
+def _context(sizes: _Sizes, config: Config) -> Iterator[BrokenRule]:
     asked, context = config.engine.args.get("context_length"), sizes[CONTEXT]
     tables = (sizes.fields.get(name) for name in ("rope_scaling", "rope_parameters"))
     rope = next((each for each in tables if each and isinstance(each, Mapping)), {})
@@ -181,4 +185,4 @@ def _context(sizes: _Sizes, config: Config) -> Iterator[Wrong]:
     prompt, response = config.task.max_prompt_tokens, config.rollout.max_response_tokens
     if context is not None and prompt + response > context:
         total = f"with task.max_prompt_tokens = {prompt} it is {prompt + response} tokens"
-        yield Wrong("rollout.max_response_tokens", f"{total}, and {source} is {context}; lower one of the two")
+        yield BrokenRule("rollout.max_response_tokens", f"{total}, and {source} is {context}; lower one of the two")

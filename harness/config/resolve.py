@@ -9,11 +9,11 @@ from harness.config.engine_rules import choose_transport, code_rules, engine_rul
 from harness.config.facts import Device, Facts
 from harness.config.fp8_rules import fp8_rules
 from harness.config.layers import shown
-from harness.config.mistakes import NOTHING_READ, Mistake, Reading, refuse
+from harness.config.mistakes import NOTHING_READ, KeysRead, Mistake, refuse
 from harness.config.model_rules import model_rules, padding_warnings
-from harness.config.rules import Wrong, config_rules, config_warnings, in_ranges
+from harness.config.rules import BrokenRule, config_rules, config_warnings, in_ranges
 from harness.config.schema import Config
-from harness.config.without_effect import unread_settings
+from harness.config.unread_settings import unread_settings
 
 SECTIONS = tuple(each.name for each in fields(Config))
 SYNC_SECTIONS = ("run", "parallel", "network", "model", "engine", "weights", "memory")
@@ -40,7 +40,7 @@ def resolve(
     config: Config,
     facts: Facts = NOTHING_KNOWN,
     sections: Collection[str] = SECTIONS,
-    reading: Reading = NOTHING_READ,
+    reading: KeysRead = NOTHING_READ,
 ) -> Resolved:
     """Return the config as it will run.
 
@@ -102,7 +102,7 @@ def _device(config: Config, facts: Facts) -> Device | None:
     return facts.device if config.engine.device == "auto" else config.engine.device
 
 
-def sentence(config: Config, wrong: Wrong) -> str:
+def sentence(config: Config, wrong: BrokenRule) -> str:
     """Return the sentence for the user: the key, its value, why it cannot work and what to do."""
     section, name, *inner = wrong.key.split(".", 2)
     value = getattr(getattr(config, section), name)
@@ -112,13 +112,13 @@ def sentence(config: Config, wrong: Wrong) -> str:
     return f"{wrong.key} = {given} cannot work: {wrong.text}."
 
 
-def _prompt_rules(config: Config, facts: Facts) -> Iterator[Wrong]:
+def _prompt_rules(config: Config, facts: Facts) -> Iterator[BrokenRule]:
     known, what = facts.rows, "rows"
     if facts.prompts is not None:
         known, what = facts.prompts, "prompts of at most task.max_prompt_tokens"
     if known is not None and known < config.rollout.prompts_per_step:
         source = f"the {known} {what} that task.source = {shown(config.task.source)} has"
-        yield Wrong("rollout.prompts_per_step", f"must be at most {source}, since a step takes no prompt twice")
+        yield BrokenRule("rollout.prompts_per_step", f"must be at most {source}, since a step takes no prompt twice")
 
 
 def _warmup_warnings(config: Config) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Rules about the config itself. engine_rules.py and model_rules.py have those that need a device, an sglang or a
 model.
 
-Each rule yields Wrong for the key that the user should change, and goes on. resolve() makes the sentences, and tells
+Each rule yields a BrokenRule for the key that the user should change, and goes on. resolve() makes the sentences, and tells
 them all. A rule whose text names the other keys that it looks at is left out where one of these is wrong by itself.
 """
 
@@ -18,7 +18,7 @@ from harness.task.rewards import HANDED_IN, REWARDS, is_reward
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class BrokenRule:
     """A setting that cannot work."""
 
     key: str
@@ -83,7 +83,7 @@ SEEN_FAILING = {
 """Value of engine.args.quantization -> what is known of weight updates with it."""
 
 
-def config_rules(config: Config) -> Iterator[Wrong]:
+def config_rules(config: Config) -> Iterator[BrokenRule]:
     """Yield what is wrong on any machine, with any model and any data. All values are in their ranges."""
     for rules in (
         _run,
@@ -100,7 +100,7 @@ def config_rules(config: Config) -> Iterator[Wrong]:
         yield from rules(config)
 
 
-def in_ranges(config: Config) -> tuple[Config, list[Wrong]]:
+def in_ranges(config: Config) -> tuple[Config, list[BrokenRule]]:
     """Return the config with the default in the place of each value that is out of its range, and these values."""
     wrong = {each.key: each for each in _ranges(config)}
     for section in {key.partition(".")[0] for key in wrong}:
@@ -111,64 +111,64 @@ def in_ranges(config: Config) -> tuple[Config, list[Wrong]]:
     return config, list(wrong.values())
 
 
-def _ranges(config: Config) -> Iterator[Wrong]:
+def _ranges(config: Config) -> Iterator[BrokenRule]:
     for section in fields(config):
         values = getattr(config, section.name)
         for words, is_in, names in reversed(RANGES):
             for key in names.split():
                 only, _, name = key.rpartition(".")
                 if only in ("", section.name) and hasattr(values, name) and not is_in(getattr(values, name)):
-                    yield Wrong(f"{section.name}.{name}", f"must be {words}", alone=True)
+                    yield BrokenRule(f"{section.name}.{name}", f"must be {words}", alone=True)
 
 
-def _run(config: Config) -> Iterator[Wrong]:
+def _run(config: Config) -> Iterator[BrokenRule]:
     if ":" in config.run.dir:
-        yield Wrong("run.dir", "must have no colon: SGLang refuses one in the path of a model", alone=True)
+        yield BrokenRule("run.dir", "must have no colon: SGLang refuses one in the path of a model", alone=True)
     for phase, seconds in config.run.phase_timeouts.items():
         key = f"run.phase_timeouts.{phase}"
         if phase not in PHASES:
             hint = nearest(phase, PHASES, f"the phases are {', '.join(PHASES)}")
-            yield Wrong(key, f"{phase} is not a phase; {hint}", alone=True)
+            yield BrokenRule(key, f"{phase} is not a phase; {hint}", alone=True)
         elif type(seconds) not in (int, float) or not 0 < seconds <= 1e6:
-            yield Wrong(key, "must be a number of seconds above 0 and at most 1000000", alone=True)
+            yield BrokenRule(key, "must be a number of seconds above 0 and at most 1000000", alone=True)
     if not config.rollout.has_both:
         why = "a checkpoint needs both engine and trainer, and rollout.load or rollout.only runs one of them; remove one of the two"
         for key in ("every", "resume"):
             if getattr(config.checkpoint, key):
-                yield Wrong(f"checkpoint.{key}", why)
+                yield BrokenRule(f"checkpoint.{key}", why)
     if config.checkpoint.resume == "latest" and not config.checkpoint.folder:
         where = "set checkpoint.folder to the folder of the earlier runs, or give one of its folders step-N"
-        yield Wrong("checkpoint.resume", f"there is no folder to look through; {where}")
+        yield BrokenRule("checkpoint.resume", f"there is no folder to look through; {where}")
 
 
-def _task(config: Config) -> Iterator[Wrong]:
+def _task(config: Config) -> Iterator[BrokenRule]:
     task, validation = config.task, config.validation
     found = set()
     with suppress(ValueError):  # a single brace
         found = {part[1:] for part in Formatter().parse(task.template) if part[1] is not None}
     if found != {("question", "", None)}:
-        yield Wrong(
+        yield BrokenRule(
             "task.template",
             "must have the field {question}, and only that one ({{ and }} are literal braces)",
             alone=True,
         )
     if not task.source:
-        yield Wrong("task.source", "must name at least one source", alone=True)
+        yield BrokenRule("task.source", "must name at least one source", alone=True)
     if not is_reward(task.reward):
         names = ", ".join((*REWARDS, *HANDED_IN))
-        yield Wrong(
+        yield BrokenRule(
             "task.reward", f"must be one of {names}, or your own as module:function or FILE.py:function", alone=True
         )
     for key in ("every", "before_train"):
         if getattr(validation, key) and not validation.source:
-            yield Wrong(f"validation.{key}", "there are no prompts to validate on; set validation.source")
+            yield BrokenRule(f"validation.{key}", "there are no prompts to validate on; set validation.source")
     if validation.source and config.rollout.load:
-        yield Wrong(
+        yield BrokenRule(
             "validation.source", "rollout.load runs without an engine, so nothing can answer; remove one of the two"
         )
 
 
-def _batches(config: Config) -> Iterator[Wrong]:
+def _batches(config: Config) -> Iterator[BrokenRule]:
     """Every rank must have the same number of sequences, and room for the longest: FSDP's collectives run once for
     each.
     """
@@ -176,17 +176,17 @@ def _batches(config: Config) -> Iterator[Wrong]:
     ranks = parallel.dp * parallel.tp * parallel.pp
     sequences = rollout.prompts_per_step * rollout.responses_per_prompt
     if uneven := _uneven(config):
-        yield Wrong("rollout.prompts_per_step", uneven)
+        yield BrokenRule("rollout.prompts_per_step", uneven)
     longest = config.task.max_prompt_tokens + rollout.max_response_tokens
     if 0 < config.actor.tokens_per_microbatch < longest:
         room = f"task.max_prompt_tokens + rollout.max_response_tokens = {longest}"
-        yield Wrong("actor.tokens_per_microbatch", f"must be 0 (off) or at least {room}")
+        yield BrokenRule("actor.tokens_per_microbatch", f"must be 0 (off) or at least {room}")
     if config.actor.minibatch_size % ranks:
         mesh = "parallel.dp x parallel.tp x parallel.pp"
-        yield Wrong("actor.minibatch_size", f"must be a multiple of the {ranks} ranks ({mesh})")
+        yield BrokenRule("actor.minibatch_size", f"must be a multiple of the {ranks} ranks ({mesh})")
     elif sequences % config.actor.minibatch_size and not uneven:  # which changes the number of sequences
         step = "rollout.prompts_per_step x rollout.responses_per_prompt"
-        yield Wrong("actor.minibatch_size", f"must divide the {sequences} sequences of a step ({step})")
+        yield BrokenRule("actor.minibatch_size", f"must divide the {sequences} sequences of a step ({step})")
 
 
 def _uneven(config: Config) -> str:
@@ -202,116 +202,120 @@ def _uneven(config: Config) -> str:
     return ""
 
 
-def _rollout(config: Config) -> Iterator[Wrong]:
+def _rollout(config: Config) -> Iterator[BrokenRule]:
     rollout = config.rollout
     if rollout.stop_token_ids and rollout.ignore_eos:
-        yield Wrong(
+        yield BrokenRule(
             "rollout.stop_token_ids", "stop tokens have no effect with rollout.ignore_eos = true; remove one of the two"
         )
     if min(rollout.stop_token_ids, default=0) < 0:
-        yield Wrong("rollout.stop_token_ids", "must be token ids of 0 or more", alone=True)
+        yield BrokenRule("rollout.stop_token_ids", "must be token ids of 0 or more", alone=True)
     if "" in rollout.stop:
-        yield Wrong("rollout.stop", "must be strings of at least one character", alone=True)
+        yield BrokenRule("rollout.stop", "must be strings of at least one character", alone=True)
     if rollout.stop and config.engine.args.get("skip_tokenizer_init"):
         why = "SGLang needs its tokenizer to find stop strings; remove engine.args.skip_tokenizer_init"
-        yield Wrong("rollout.stop", why)
+        yield BrokenRule("rollout.stop", why)
     if rollout.load and rollout.only:
-        yield Wrong("rollout.only", "rollout.load runs without an engine; remove one of the two")
+        yield BrokenRule("rollout.only", "rollout.load runs without an engine; remove one of the two")
     if rollout.load and rollout.save:
-        yield Wrong("rollout.save", "rollout.load reads responses that are saved already; remove one of the two")
+        yield BrokenRule("rollout.save", "rollout.load reads responses that are saved already; remove one of the two")
     if rollout.routing != "off" and config.parallel.pp > 1:
-        yield Wrong(
+        yield BrokenRule(
             "rollout.routing",
             'each pipeline stage of SGLang knows only its own layers\' experts; use "off", or parallel.pp = 1',
         )
     if rollout.routing != "off" and config.engine.args.get("enable_return_routed_experts") is False:
         why = f'rollout.routing = "{rollout.routing}" needs it; remove it'
-        yield Wrong("engine.args.enable_return_routed_experts", why)
+        yield BrokenRule("engine.args.enable_return_routed_experts", why)
     if rollout.routing == "replay" and rollout.only:
-        yield Wrong("rollout.routing", 'rollout.only runs without a trainer, which would replay; use "record"')
+        yield BrokenRule("rollout.routing", 'rollout.only runs without a trainer, which would replay; use "record"')
     if rollout.only and config.model.weights == "random":
-        yield Wrong("rollout.only", 'model.weights = "random" leaves the engine nothing to load; use "checkpoint"')
+        yield BrokenRule("rollout.only", 'model.weights = "random" leaves the engine nothing to load; use "checkpoint"')
 
 
-def _algorithm(config: Config) -> Iterator[Wrong]:
+def _algorithm(config: Config) -> Iterator[BrokenRule]:
     algorithm = config.algorithm
     if not algorithm.has_critic and config.rollout.responses_per_prompt < 2:
         why = f'for algorithm.advantage = "{algorithm.advantage}", which compares the responses to one prompt'
-        yield Wrong("rollout.responses_per_prompt", f"must be at least 2 {why}")
+        yield BrokenRule("rollout.responses_per_prompt", f"must be at least 2 {why}")
     if not algorithm.has_critic and algorithm.critic_warmup:
         why = f'algorithm.advantage = "{algorithm.advantage}" has no critic, so nothing would learn'
-        yield Wrong("algorithm.critic_warmup", f"{why}; use 0")
+        yield BrokenRule("algorithm.critic_warmup", f"{why}; use 0")
 
 
-def _optimizers(config: Config) -> Iterator[Wrong]:
+def _optimizers(config: Config) -> Iterator[BrokenRule]:
     if not all(0 <= beta < 1 for beta in config.actor.betas):
-        yield Wrong("actor.betas", "must be at least 0 and below 1", alone=True)
+        yield BrokenRule("actor.betas", "must be at least 0 and below 1", alone=True)
     if config.actor.schedule == "constant" and config.actor.warmup_steps:
-        yield Wrong("actor.schedule", 'this schedule ignores the warm-up; use "constant_with_warmup"')
+        yield BrokenRule("actor.schedule", 'this schedule ignores the warm-up; use "constant_with_warmup"')
 
 
-def _model(config: Config) -> Iterator[Wrong]:
+def _model(config: Config) -> Iterator[BrokenRule]:
     model = config.model
     if not model.name:
-        yield Wrong("model.name", f"must be a folder, a hub id, or one of {', '.join(TINY_MODELS)}", alone=True)
+        yield BrokenRule("model.name", f"must be a folder, a hub id, or one of {', '.join(TINY_MODELS)}", alone=True)
     if model.overrides and model.name not in TINY_MODELS:
         only = f'only the tiny models ({", ".join(TINY_MODELS)}) have overrides, and model.name = "{model.name}"'
-        yield Wrong(f"model.overrides.{next(iter(model.overrides))}", f"{only}; edit its config.json instead")
+        yield BrokenRule(f"model.overrides.{next(iter(model.overrides))}", f"{only}; edit its config.json instead")
     if model.dtype != "bfloat16" and model.master_dtype == "bfloat16":
         why = f'model.dtype = "{model.dtype}" would compute with weights that are already rounded'
-        yield Wrong("model.master_dtype", f'{why}; use "float32"')
+        yield BrokenRule("model.master_dtype", f'{why}; use "float32"')
     if model.master_dtype == "float16":
         why = "AdamW does not work in float16, where its second moments (squares of gradients) are 0 below 6e-8"
-        yield Wrong("model.master_dtype", f'{why}; use "float32"')
+        yield BrokenRule("model.master_dtype", f'{why}; use "float32"')
     if model.attention == "flash_attention_2" and model.dtype == "float32":
-        yield Wrong(
+        yield BrokenRule(
             "model.attention",
             'flash attention cannot compute in float32; use model.dtype = "bfloat16" or "float16", or "auto"',
         )
     if model.weights == "random" and config.engine.initial_weights == "checkpoint":
         why = 'model.weights = "random" saves no checkpoint'
-        yield Wrong("engine.initial_weights", f'{why}; use engine.initial_weights = "dummy"')
+        yield BrokenRule("engine.initial_weights", f'{why}; use engine.initial_weights = "dummy"')
 
 
-def _engine(config: Config) -> Iterator[Wrong]:
+def _engine(config: Config) -> Iterator[BrokenRule]:
     arguments, parallel, transport = config.engine.args, config.parallel, config.weights.transport
     if arguments.get("preferred_sampling_params"):
         why = "SGLang would change log-probs by penalties that the trainer does not compute"
-        yield Wrong("engine.args.preferred_sampling_params", f"{why}; set the keys of [rollout] instead", alone=True)
+        yield BrokenRule(
+            "engine.args.preferred_sampling_params", f"{why}; set the keys of [rollout] instead", alone=True
+        )
     for key, names in DERIVED_ENGINE_ARGUMENTS.items():
         for name in names.split():
             if name in arguments:
-                yield Wrong(f"engine.args.{name}", f"the harness derives it from {key}; set that instead", alone=True)
+                yield BrokenRule(
+                    f"engine.args.{name}", f"the harness derives it from {key}; set that instead", alone=True
+                )
     fraction, tokens = arguments.get("mem_fraction_static", 0.5), arguments.get("max_total_tokens", 1)
     if type(fraction) not in (int, float) or not 0 < fraction <= 1:
-        yield Wrong(
+        yield BrokenRule(
             "engine.args.mem_fraction_static", "must be a number above 0 and at most 1, such as 0.4", alone=True
         )
     if type(tokens) is not int or tokens < 1:
-        yield Wrong("engine.args.max_total_tokens", "must be a whole number of at least 1", alone=True)
+        yield BrokenRule("engine.args.max_total_tokens", "must be a whole number of at least 1", alone=True)
     if transport == "distributed" and parallel.pp > 1:
         why = "sglang gives every pipeline stage the same ranks of an update group"
-        yield Wrong("weights.transport", f"{why}; use parallel.pp = 1 or another transport")
+        yield BrokenRule("weights.transport", f"{why}; use parallel.pp = 1 or another transport")
 
 
-def _updates(config: Config) -> Iterator[Wrong]:
+def _updates(config: Config) -> Iterator[BrokenRule]:
     """Refuse engines that no sync can reach: quantized or replicated ones."""
     arguments = config.engine.args
     for name in ("quantization", "torchao_config"):
         if value := arguments.get(name):
             known, instead = SEEN_FAILING.get(str(value), ""), 'or set model.rollout_precision = "fp8_block" instead'
-            yield Wrong(f"engine.args.{name}", f"{QUANTIZED}{known}; remove it, {instead}", alone=True)
+            yield BrokenRule(f"engine.args.{name}", f"{QUANTIZED}{known}; remove it, {instead}", alone=True)
     if arguments.get("dp_size") not in (None, 1) and not arguments.get("enable_dp_attention"):
         why = "SGLang does not update the weights of data-parallel replicas"
-        yield Wrong("engine.args.dp_size", f"{why}; use parallel.dp, or set engine.args.enable_dp_attention too")
+        yield BrokenRule("engine.args.dp_size", f"{why}; use parallel.dp, or set engine.args.enable_dp_attention too")
     takes_all = "takes every GPU that the engine sees, and an engine here sees all GPUs of its host; remove it"
     if arguments.get("enable_mscclpp"):
-        yield Wrong("engine.args.enable_mscclpp", f"mscclpp {takes_all}")
+        yield BrokenRule("engine.args.enable_mscclpp", f"mscclpp {takes_all}")
     if arguments.get("moe_a2a_backend") == "flashinfer":
-        yield Wrong("engine.args.moe_a2a_backend", f'"flashinfer" {takes_all}')
+        yield BrokenRule("engine.args.moe_a2a_backend", f'"flashinfer" {takes_all}')
 
 
-def _memory(config: Config) -> Iterator[Wrong]:
+def _memory(config: Config) -> Iterator[BrokenRule]:
     """Refuse to offload a model that the run does not have."""
     algorithm = config.algorithm
     absent = {}
@@ -322,7 +326,7 @@ def _memory(config: Config) -> Iterator[Wrong]:
     for name in ("offload_parameters", "offload_optimizer"):
         for model, reason in absent.items():
             if model in getattr(config.memory, name):
-                yield Wrong(f"memory.{name}", f"{reason}; remove {model} from the list")
+                yield BrokenRule(f"memory.{name}", f"{reason}; remove {model} from the list")
 
 
 def config_warnings(config: Config) -> Iterator[str]:

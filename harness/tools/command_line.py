@@ -33,7 +33,7 @@ from harness.config.layers import (
     read_layer,
     toml_value,
 )
-from harness.config.mistakes import Mistake, Reading, refuse
+from harness.config.mistakes import KeysRead, Mistake, refuse
 from harness.config.resolve import SECTIONS, resolve
 from harness.config.rules import in_ranges
 from harness.config.schema import Config
@@ -81,7 +81,7 @@ class Command(NamedTuple):
     """The TOML files."""
     overrides: tuple[tuple[str, str], ...]
     """The keys that --section.key VALUE sets, over the files."""
-    reading: Reading
+    reading: KeysRead
     """Who set which key, and what is wrong with the words themselves. Rules about values are resolve()'s."""
 
 
@@ -143,7 +143,7 @@ def _read_files(words: "_Words") -> list[Layer]:
         except ConfigError as error:
             words.mistakes.append(Mistake(str(error)))
     if len(layers) < len(words.files):
-        refuse(Reading(mistakes=tuple(words.mistakes)))
+        refuse(KeysRead(mistakes=tuple(words.mistakes)))
     return layers
 
 

@@ -24,7 +24,7 @@ from harness.cluster.mesh import ParallelDims
 from harness.config.checkpoint_folder import checkpoint_to_resume
 from harness.config.facts import Device, Facts
 from harness.config.layers import ConfigError
-from harness.config.mistakes import NOTHING_READ, Mistake, Reading
+from harness.config.mistakes import NOTHING_READ, KeysRead, Mistake
 from harness.config.model_fields import WEIGHT_INDEX, is_hub_model, json_object, model_fields
 from harness.config.resolve import SECTIONS, Resolved, resolve
 from harness.config.rollout_folder import check_to_load, check_to_save
@@ -71,7 +71,7 @@ def check_plan(
     device: Device = "cuda",
     whole: bool = True,
     ranks: Sequence[int] = (0,),
-    reading: Reading = NOTHING_READ,
+    reading: KeysRead = NOTHING_READ,
     environment: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Resolve the config for a machine that may not be this one.
@@ -107,7 +107,7 @@ def check_here(
     *,
     ranks: Sequence[int] = (0,),
     writes: bool = False,
-    reading: Reading = NOTHING_READ,
+    reading: KeysRead = NOTHING_READ,
 ) -> Resolved:
     """Resolve the config for this host. Raise ConfigError or UnsupportedEnvironment, for all mistakes at once.
 
@@ -134,7 +134,7 @@ class Search:
         config: Config,
         sections: Collection[str] = SECTIONS,
         *,
-        reading: Reading = NOTHING_READ,
+        reading: KeysRead = NOTHING_READ,
         ranks: Sequence[int] = (0,),
         writes: bool = False,
         whole_model: bool = True,
@@ -348,7 +348,7 @@ def check_rank(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     sections: Collection[str] = SECTIONS,
-    reading: Reading = NOTHING_READ,
+    reading: KeysRead = NOTHING_READ,
 ) -> None:
     """Check that torchrun started this process; on the first rank of each host, check everything that can be known
     there. Rank 0 prints the warnings.

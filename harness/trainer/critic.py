@@ -9,8 +9,8 @@ from harness.trainer.advantages import explained_variance, masked_sum
 from harness.trainer.batch import Batch
 from harness.trainer.learner import Learner
 from harness.trainer.losses import share_of_mean, value_loss
-from harness.trainer.over_ranks import all_sum
 from harness.trainer.packing import align, model_inputs
+from harness.trainer.rank_sums import all_sum
 
 
 def token_values(model: nn.Module, batch: Batch, packed: bool = False) -> Tensor:

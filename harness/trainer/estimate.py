@@ -8,7 +8,7 @@ from harness.cluster.world import all_gather
 from harness.config.schema import Config
 from harness.trainer import advantages
 from harness.trainer.batch import Batch
-from harness.trainer.over_ranks import all_sum, sequence_mean
+from harness.trainer.rank_sums import all_sum, sequence_mean
 
 
 def estimate_advantages(batch: Batch, config: Config) -> tuple[Batch, dict[str, float]]:

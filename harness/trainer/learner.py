@@ -16,7 +16,7 @@ from harness.trainer.batch import Batch
 from harness.trainer.microbatches import make_microbatches
 from harness.trainer.model import named_tensors
 from harness.trainer.offload import Offload, local
-from harness.trainer.over_ranks import all_sum
+from harness.trainer.rank_sums import all_sum
 
 LOSS_SCALE = 2.0**16
 """The loss is multiplied by this before a backward in float16. torch's GradScaler starts with the same number.

@@ -9,9 +9,8 @@ V2 = "sglang.srt.models.deepseek_v2"
 TOPK = "sglang.srt.layers.moe.topk"
 DEEPSEEK, MOE = "model.name=deepseek_v3", "model.name=qwen3_moe"
 MTP = {"config": "configs/cpu/mtp.toml"}
-COMPUTES = "what the two compute differs"
-"""What can be said of an engine that computes another model; launch/mismatch.py finds the module."""
-REPORTS = "what the engine reported"
+COMPUTES = r"more than rounding.*launch/mismatch\.py"
+"""What can be said before the first step of an engine that computes, or reports, something else: what looks for it."""
 STALE = {"slugs": ("stale-copy-of-weights",)}
 
 
@@ -126,7 +125,7 @@ def log_probs_without_temperature(forward: Any, sampler: Any, out: Any, info: An
 
 @bug(
     "S04", "sglang#1795", "the log-prob of the decode step before is reported",
-    "sglang.srt.layers.logprob_processor:OutputLogprobProcessor.compute_logprobs", says=REPORTS,
+    "sglang.srt.layers.logprob_processor:OutputLogprobProcessor.compute_logprobs", says=COMPUTES,
 )  # fmt: skip
 def log_probs_one_step_late(compute: Any, processor: Any, *arguments: Any) -> Any:
     result = compute(processor, *arguments)

@@ -116,9 +116,8 @@ def answers_of_rank_0(responses: Any, rollouts: Any, *arguments: Any, **named: A
 
 
 @bug(
-    "C22", "none (mutant)", "nothing is poisoned before a sync", "harness.weights.worker.poison:poison",
+    "C22", "none (mutant)", "nothing is poisoned before a sync", "harness.weights.verification.engine_weights:EngineWeights._poison",
     expected="outside", unsaid="onto poison",
 )  # fmt: skip
-def nothing_poisoned(poison: Any, *_: Any) -> list[str]:
+def nothing_poisoned(poison: Any, weights: Any) -> None:
     acted()
-    return []

@@ -13,13 +13,13 @@ from transformers import AutoConfig
 
 from harness.config.schema import Config
 from harness.learning import Learning
-from harness.movement import Movement
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
 from harness.trainer.estimate import estimate_advantages
 from harness.trainer.learner import Learner
 from harness.trainer.model import choose_attention, load_causal_lm
+from harness.weight_changes import WeightChanges
 from tests.trainer.float64 import FixedResponse, Float64Ppo, OptimizerStep, PpoStep
 from tests.trainer.sequences import sequences
 
@@ -69,7 +69,9 @@ def build(config: Config, path: str, mesh: DeviceMesh) -> Learning:
         actor=actor,
         critic=critic,
         reference=reference,
-        movements={role: Movement(role=role, model=each.model, config=config) for role, each in learners.items()},
+        weight_changes={
+            role: WeightChanges(role=role, model=each.model, config=config) for role, each in learners.items()
+        },
     )
 
 

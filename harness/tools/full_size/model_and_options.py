@@ -18,7 +18,7 @@ from harness.config.layers import ConfigError, Layer, nearest, shown
 from harness.config.model_rules import COUNTS, CPU_PADS, model_rules
 from harness.config.precision import Dtype, RolloutPrecision
 from harness.config.resolve import resolve, sentence
-from harness.config.rules import Wrong
+from harness.config.rules import BrokenRule
 from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api.probe import engine_facts
@@ -310,18 +310,20 @@ def check_run(run: Config, model: Mapping[str, Any], option_of: Mapping[str, str
         raise (UnsupportedEnvironment if wrong.unsupported else ConfigError)(text)
 
 
-def _wrong(run: Config, facts: Facts) -> Iterator[Wrong]:
+def _wrong(run: Config, facts: Facts) -> Iterator[BrokenRule]:
     """Yield what is wrong with the engine's arguments, with the mesh for them, and with the model."""
     arguments, tp = run.engine.args, run.parallel.tp
     for name, value in arguments.items():
         if facts.sglang and (problem := argument_problem(facts.sglang, name, value)):
-            yield Wrong(f"engine.args.{name}", problem)
+            yield BrokenRule(f"engine.args.{name}", problem)
         if name in ("ep_size", "dp_size") and value is not None and (value < 1 or tp % value):
-            yield Wrong(f"engine.args.{name}", f"must be 1 or more and divide parallel.tp = {tp}")
+            yield BrokenRule(f"engine.args.{name}", f"must be 1 or more and divide parallel.tp = {tp}")
     heads = _language(facts.model or {}).get("num_attention_heads")
     ranks = tp // (arguments.get("dp_size") or 1)
     if type(heads) is int and heads % ranks:
-        yield Wrong("parallel.tp", f"the model's {heads} attention heads cannot be divided over {ranks} ranks evenly")
+        yield BrokenRule(
+            "parallel.tp", f"the model's {heads} attention heads cannot be divided over {ranks} ranks evenly"
+        )
     # With these, not all tensor-parallel ranks share heads and dense layers, as the rules take them to.
     shared_by_fewer = arguments.get("enable_dp_attention") or arguments.get("moe_dense_tp_size")
     for wrong in model_rules(run, facts, _device(run)):

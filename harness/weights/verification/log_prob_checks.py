@@ -17,7 +17,7 @@ from harness.config.precision import EnginePrecision
 from harness.config.schema import Config
 from harness.trainer.actor import Actor, OldLogProbs, policy_log_probs
 from harness.trainer.batch import Batch
-from harness.trainer.over_ranks import all_sum
+from harness.trainer.rank_sums import all_sum
 from harness.weights.log_probs import (
     FACTOR,
     FLOOR,

@@ -25,7 +25,7 @@ from harness.cluster.world import all_gather
 from harness.seeds import seed_of
 from harness.trainer.actor import OldLogProbs
 from harness.trainer.batch import Batch
-from harness.trainer.over_ranks import all_sum
+from harness.trainer.rank_sums import all_sum
 from harness.weights.log_probs import BASELINE_TOKENS, LEAST_TOKENS
 from harness.weights.verification.engine_weights import EngineWeights
 from harness.weights.verification.log_prob_checks import LogProbChecks, Scored, Tolerance

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from harness.trainer.model import named_tensors
-from harness.trainer.over_ranks import all_sum
+from harness.trainer.rank_sums import all_sum
 from harness.trainer.rows import RowShards, own_rows
 from harness.weights.sync import WeightSync
 from harness.weights.traced.model_state import WRAP, Powers, weighted_sum

@@ -3,8 +3,7 @@
 import torch
 
 from harness.weights.tensor_view import TensorView
-from harness.weights.traced.loader_trace import Copy
-from harness.weights.traced.written_twice import written_twice
+from harness.weights.traced.loader_trace import Copy, written_twice
 
 
 def copy(target: torch.Tensor, name: str) -> Copy:

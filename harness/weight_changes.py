@@ -15,7 +15,7 @@ from harness.weights.verification.trainer_sums import as_computed, tensor_sums
 
 
 @dataclass(kw_only=True, slots=True)
-class Movement:
+class WeightChanges:
     """The tensors of one model that each step moved, in the dtype in which the model computes and its weights are
     sent.
     """

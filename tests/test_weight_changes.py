@@ -7,19 +7,21 @@ import torch
 from torch import nn
 
 from harness.config.schema import Config
-from harness.movement import Movement
+from harness.weight_changes import WeightChanges
 
 pytestmark = pytest.mark.usefixtures("alone")
 UPDATED = {"grad_norm": 1.0, "learning_rate": 1e-6}
 
 
-def movement(role: str = "actor", advantage: str = "grpo", dtype: str = "bfloat16") -> Movement:
+def movement(role: str = "actor", advantage: str = "grpo", dtype: str = "bfloat16") -> WeightChanges:
     config = Config()
     config.algorithm.advantage, config.model.dtype = advantage, dtype  # type: ignore[assignment]
-    return Movement(role=role, model=nn.Linear(4, 3), config=config)
+    return WeightChanges(role=role, model=nn.Linear(4, 3), config=config)
 
 
-def step(watched: Movement, index: int, change: Callable[[nn.Module], object], **metrics: float) -> dict[str, float]:
+def step(
+    watched: WeightChanges, index: int, change: Callable[[nn.Module], object], **metrics: float
+) -> dict[str, float]:
     watched.begin()
     with torch.no_grad():
         change(watched.model)
