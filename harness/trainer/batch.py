@@ -30,9 +30,7 @@ class Batch:
     scores: Tensor | None = None  # float [B]: the task's reward of a response
     truncated: Tensor | None = None  # bool [B]: whether the response was cut off at max_response_tokens
     aborted: Tensor | None = None  # bool [B]: whether SGLang aborted it; it may have no token
-    weight_version: Tensor | None = (
-        None  # int64 [B]: the step whose weights generated it; -1 if the engine did not tell
-    )
+    weight_version: Tensor | None = None  # int64 [B]: the step whose weights generated it; -1: the engine did not tell
     draft_rounds: Tensor | None = None  # int64 [B]: how often the engine verified drafts; 0 without a draft model
     rollout_log_probs: Tensor | None = None  # float [B, T]: as the engine reported them
     old_log_probs: Tensor | None = None  # float [B, T]: before this step's updates, as the trainer computes them
@@ -40,9 +38,7 @@ class Batch:
     old_values: Tensor | None = None  # float [B, T]: before this step's updates
     advantages: Tensor | None = None  # float [B, T]
     returns: Tensor | None = None  # float [B, T]: targets of the values
-    routed_experts: Tensor | None = (
-        None  # int32 [B, T, L, K]: the experts that token t itself took in the engine, or -1
-    )
+    routed_experts: Tensor | None = None  # int32 [B, T, L, K]: the experts that token t took in the engine, or -1
 
     def __len__(self) -> int:
         """Return the number of sequences, B."""

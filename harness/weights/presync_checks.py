@@ -186,9 +186,8 @@ def unfilled_on_some_ranks(coverage: Sequence[LoadCoverage]) -> dict[str, bool]:
     Ranks that fill it from different elements hold shards of it, and the others padding. If two fill it from the same
     ones, all ranks should hold the same. If only one does, it may be a tensor that is not larger than a shard.
     """
-    stages: dict[tuple[str, ...], list[LoadCoverage]] = defaultdict(
-        list
-    )  # the ranks of a stage have the same parameters
+    # The ranks of a stage have the same parameters.
+    stages: dict[tuple[str, ...], list[LoadCoverage]] = defaultdict(list)
     for each in coverage:
         stages[tuple(sorted(each.missing))].append(each)
     sentences = {}

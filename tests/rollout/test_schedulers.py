@@ -31,7 +31,7 @@ from harness.rollout.engine import PeerGone
 from harness.rollout.engine_ranks import Group
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, start_serving
 from harness.runtime.events import Work
-from harness.weights.worker.kept_trace import held_tensors
+from harness.weights.worker.kept_trace import fingerprint_everything
 from tests.cluster.gloo import on_ranks
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ def _answers(rank: int, folder: str) -> list[Any]:
     engine = Engine(rank, 2, folder)
     held = engine.channel.ask(ask, 0)
     assert engine.channel.ask(load_own, [("weight", torch.full((4,), rank + 5.0))]) is None
-    found = engine.channel.ask(held_tensors, None)
+    found = engine.channel.ask(fingerprint_everything, None).sums
     return [held, engine.channel.ask(ask, 3), found, engine.calls]
 
 
@@ -238,7 +238,7 @@ def _absent(rank: int, folder: str) -> str:
         engine.scheduler.kill()
         engine.scheduler.join()
     dist.barrier()
-    return engine.asked(held_tensors)
+    return engine.asked(fingerprint_everything)
 
 
 def test_a_scheduler_that_does_not_connect_is_named_on_every_rank(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def _one_of_two(rank: int, folder: str) -> tuple[str, float]:
     schedulers.ANSWERED_SECONDS = 0.5
     start = time.monotonic()
     engine = Engine(rank, 2, folder, models=2, shown=1)
-    return engine.asked(held_tensors), time.monotonic() - start
+    return engine.asked(fingerprint_everything), time.monotonic() - start
 
 
 def test_a_draft_model_that_no_update_call_is_shown_is_named_at_once(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_draft_model_that_no_update_call_is_shown_is_named_at_once(tmp_path: P
 
 
 def _both(rank: int, folder: str) -> list[str]:
-    return sorted(Engine(rank, 2, folder, models=2, shown=2).channel.ask(held_tensors, None))
+    return sorted(Engine(rank, 2, folder, models=2, shown=2).channel.ask(fingerprint_everything, None).sums)
 
 
 def test_a_target_and_its_draft_are_served_as_one(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_half_an_answer_is_of_a_scheduler_that_is_gone() -> None:
     os.write(theirs.fileno(), HALF)
     with mine, pytest.raises(PeerGone):
         threading.Timer(0.1, theirs.close).start()
-        channel_over(mine)._request(held_tensors, None)
+        channel_over(mine)._request(fingerprint_everything, None)
 
 
 def test_an_answer_is_taken_although_its_scheduler_has_died_since() -> None:
@@ -300,10 +300,10 @@ def test_an_answer_is_taken_although_its_scheduler_has_died_since() -> None:
     scheduler.start()
     channel = channel_over(mine)
     with mine:
-        assert channel._request(held_tensors, None) == 5
+        assert channel._request(fingerprint_everything, None) == 5
         scheduler.join()
         with pytest.raises(PeerGone):
-            channel._request(held_tensors, None)
+            channel._request(fingerprint_everything, None)
 
 
 @pytest.mark.parametrize("takes_model", [True, False], ids=["0.5.23", "0.5.17"])
@@ -330,7 +330,7 @@ def unreadable(connection: Connection) -> Connection:
 def test_a_failure_of_the_connection_itself_does_not_say_that_the_scheduler_is_gone() -> None:
     mine, theirs = multiprocessing.Pipe()
     with theirs, unreadable(mine), pytest.raises(OSError, match="Bad file descriptor"):
-        channel_over(mine)._request(held_tensors, None)
+        channel_over(mine)._request(fingerprint_everything, None)
 
 
 def test_a_scheduler_whose_connection_fails_says_why() -> None:
@@ -345,7 +345,7 @@ def test_a_scheduler_outlives_its_trainer_rank(dies: str) -> None:
     if dies == "in the middle of a request":
         os.write(mine.fileno(), HALF)
     elif dies == "before it is answered":
-        mine.send_bytes(sglang_api.serialize(("harness.weights.worker.kept_trace.held_tensors", None)))
+        mine.send_bytes(sglang_api.serialize(("harness.weights.worker.kept_trace.fingerprint_everything", None)))
     mine.close()
     schedulers._serve(Stage(), theirs)
     assert theirs.closed

@@ -40,7 +40,7 @@ from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import TensorView
 from harness.weights.verification.comparison import FingerprintComparison, compare_fingerprints, load_again
 from harness.weights.verification.perturb import perturb
-from harness.weights.worker.kept_trace import held_tensors
+from harness.weights.worker.kept_trace import fingerprint_everything
 from tests.weights.faults_in_scheduler import KEEP, LINGER, REPLAN, SKIP, SPOIL
 
 BUCKET_BYTES = 150_000
@@ -109,7 +109,7 @@ class Stand:
     def held(self) -> dict[str, int]:
         """Fingerprints of all that the scheduler next to this rank holds."""
         with self.engine.weight_update():
-            return self.engine.ask(held_tensors).sums
+            return self.engine.ask(fingerprint_everything).sums
 
     def reloaded(self) -> list[str]:
         """What loading again, which the default level does for what no fingerprint shows, says of what the engine

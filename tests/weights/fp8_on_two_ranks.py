@@ -135,7 +135,7 @@ def apart(engine: Any, sync: Any, model: Any, load: Any, folder: Path) -> dict[s
     sent changes in the engine."""
     from harness.weights.fp8_blocks import E4M3, scale_name
     from harness.weights.verification.comparison import changed_since
-    from harness.weights.worker.kept_trace import held_tensors
+    from harness.weights.worker.kept_trace import fingerprint_everything
 
     dist.barrier()
     exact = folder / "dequantized"
@@ -155,7 +155,7 @@ def apart(engine: Any, sync: Any, model: Any, load: Any, folder: Path) -> dict[s
     dist.barrier()
     found = {"trainer": difference(engine, model), "dequantized": difference(engine, load(exact))}
     with engine.weight_update():
-        before = engine.ask(held_tensors)
+        before = engine.ask(fingerprint_everything)
     engine.update_weights_from_disk(str(folder / "saved"))
     return found | {"reload": changed_since(before, sync.loader)}
 

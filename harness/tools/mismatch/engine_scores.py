@@ -15,14 +15,13 @@ from harness.trainer.batch import Batch, scatter_responses
 
 T = TypeVar("T")
 
-How = Literal["together", "one by one", "cached prefix", "cache as it is"]
-FROM_EMPTY: tuple[How, ...] = ("together", "one by one", "cached prefix")
-"""Those that do not depend on what the engine did before."""
+How = Literal["together", "one by one", "cached prefix"]
+WAYS: tuple[How, ...] = ("together", "one by one", "cached prefix")
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
+class EngineScores:
     """What an engine said about sequences that it was given."""
 
     log_probs: Tensor
@@ -53,12 +52,12 @@ def calling(engine: RolloutEngine) -> Call:
     return call
 
 
-def engine_scores(group: Group, call: Call, batch: Batch, how: How = "together") -> Scored:
+def engine_scores(group: Group, call: Call, batch: Batch, how: How = "together") -> EngineScores:
     """Return what an engine computes for the rows of all ranks of a group, by prefill. A collective call of the group.
 
     call: the group's head must use the engine. how: "together" and "one by one" start from an empty prefix cache, and
     use no prefix even if it could not be emptied; "cached prefix" fills an empty cache with the prompts and takes them
-    from it; "cache as it is" takes them from what the cache holds already.
+    from it.
     """
     by_rank = group.all_gather(sequences_of(batch))
     everything = [row for rows in by_rank.values() for row in rows]
@@ -72,7 +71,7 @@ def engine_scores(group: Group, call: Call, batch: Batch, how: How = "together")
         [log_prob for log_prob, _ in answer][-count:] if count else []
         for answer, (_, count) in zip(mine, sequences_of(batch), strict=True)
     ]
-    return Scored(log_probs=scatter_responses(kept, batch), wrong_tokens=wrong)
+    return EngineScores(log_probs=scatter_responses(kept, batch), wrong_tokens=wrong)
 
 
 def changed_token(ids: Sequence[int], answer: Sequence[tuple[float, int]]) -> str:
@@ -91,8 +90,6 @@ def changed_token(ids: Sequence[int], answer: Sequence[tuple[float, int]]) -> st
 def _ask(engine: RolloutEngine, rows: Sequence[tuple[list[int], int]], how: How) -> list[list[tuple[float, int]]]:
     """Return (log-prob, token id) of the last tokens of each row: at least of its response."""
     prompts = [max(0, len(ids) - count - 1) for ids, count in rows]
-    if how == "cache as it is":
-        return _scores(_generate(engine, rows, prompts))
     engine.flush_cache()
     if how == "one by one":
         answers = []

@@ -25,7 +25,7 @@ from harness.tools.mismatch.answer import Answer
 from harness.tools.mismatch.baseline import Baseline, Measured
 from harness.tools.mismatch.changes import Changes
 from harness.tools.mismatch.early_servers import EarlyServers, cloned
-from harness.tools.mismatch.engine_scores import FROM_EMPTY, calling, engine_scores, sequences_of
+from harness.tools.mismatch.engine_scores import WAYS, calling, engine_scores, sequences_of
 from harness.tools.mismatch.operators import first_difference
 from harness.tools.mismatch.serving import Serving, serving_of
 from harness.tools.mismatch.sources import engine_changes, trainer_changes
@@ -102,7 +102,7 @@ def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
         batch = parts.rollouts.respond(0)
     scored = {}
     with run.events.phase("engine_scores", waiting_for="the engine to score the same tokens by prefill"):
-        for how in FROM_EMPTY:
+        for how in WAYS:
             found = engine_scores(engine.group, calling(engine), batch, how)
             if wrong := [each for some in all_gather(found.wrong_tokens) for each in some]:
                 raise Found(f"SOURCE: tokens: engine and trainer do not score the same ones: {wrong[0]}")

@@ -46,9 +46,8 @@ class PullTransport:
             try:
                 self._pull(weights)
             except Exception:
-                self._groups = self._exported = (
-                    None  # schedulers may differ in how far they got: the next pull plans anew
-                )
+                # Schedulers may differ in how far they got: the next pull plans anew.
+                self._groups = self._exported = None
                 raise
         self.engine.flush_cache()
         if self.offloaded:

@@ -20,7 +20,7 @@ from harness.weights.traced.model_state import DERIVED, WRAP
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.verification.trainer_sums import sent_sums
 from harness.weights.worker import load_again as worker
-from harness.weights.worker.kept_trace import PADDING, OwnLoad, held_tensors
+from harness.weights.worker.kept_trace import PADDING, OwnLoad, fingerprint_everything
 from harness.weights.worker.load_again import Reload, Reloaded
 
 Box = tuple[str, int, tuple[tuple[int, int], ...]]
@@ -185,14 +185,14 @@ def _add(findings: ReloadFindings, loader: EngineLoader, names: list[str], reloa
 
 
 def changed_since(before: OwnLoad, loader: EngineLoader) -> list[str]:
-    """Return the engine's tensors, of all ranks, that changed since held_tensors was asked, each with its checkpoint
+    """Return the engine's tensors, of all ranks, that changed since fingerprint_everything was asked, each with its checkpoint
     names.
 
     A name that was not there before is another name of a tensor, which SGLang makes when it first needs it (DeepSeek's
     attn_mha.kv_b_proj).
     """
     with loader.engine.weight_update():
-        now = loader.engine.ask(held_tensors)
+        now = loader.engine.ask(fingerprint_everything)
     mine = {name for name, held in before.sums.items() if now.sums.get(name, held) != held}
     sent = [view for group in loader.groups for view in group.views]
     everyone = sorted({name for each in all_gather(mine) for name in each})

@@ -25,7 +25,7 @@ from harness.weights.verification.refusals import refuse
 from harness.weights.verification.run_parts import RunParts
 from harness.weights.verification.trainer_sums import TrainerSums, as_computed, tensor_sums, trainer_sums
 from harness.weights.worker import kept_copies
-from harness.weights.worker.kept_trace import OwnLoad, held_tensors, unwritten
+from harness.weights.worker.kept_trace import OwnLoad, fingerprint_everything, unwritten
 
 STALE_COPY = "stale-copy-of-weights"
 """The failure's name in the catalogue of launch/diagnose.py."""
@@ -89,7 +89,7 @@ class EngineWeights:
             loader.trace_once()
             self.others = loader.other_tensors()
             with loader.engine.weight_update():
-                self.own_load = loader.engine.ask(held_tensors)
+                self.own_load = loader.engine.ask(fingerprint_everything)
 
     def note_frozen(self) -> None:
         """Note the layer that nothing trains, as it is before anything is sent."""

@@ -169,17 +169,21 @@ class OwnLoad:
 
 
 @torch.no_grad()
-def held_tensors(model: Any, _: None = None) -> OwnLoad:
-    """Return fingerprints of all that this scheduler holds, each in the dtype in which a sync brings it."""
-    kept = kept_trace(model)
+def fingerprint_everything(model: Any, _: None = None) -> OwnLoad:
+    """Return fingerprints of all that this scheduler holds, each in the dtype in which a sync brings it.
+
+    Where the loader was never traced, that dtype is not known: in its own.
+    """
+    traces = kept.traces if (kept := getattr(model, _KEPT, None)) else []
     narrower = {
         storage(copy.target): copy.source.dtype
-        for copy in kept.copies()
+        for traced in traces
+        for copy in traced.copies
         if loses_precision(copy.target.dtype, copy.source.dtype)
     }
     computed = {
         storage(part)
-        for traced in kept.traces
+        for traced in traces
         for part in traced.computed
         if any(
             view.dtype.itemsize > 1 and loses_precision(part.dtype, view.dtype)

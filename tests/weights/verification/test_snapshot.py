@@ -6,14 +6,14 @@ import torch
 from harness.weights.loader import EngineLoader
 from harness.weights.traced.coverage import LoadCoverage, LoaderCopy
 from harness.weights.verification.comparison import changed_since, describe_tensor
-from harness.weights.worker.kept_trace import held_tensors
+from harness.weights.worker.kept_trace import fingerprint_everything
 from tests.weights.toy_model import SHAPES, Toy, layout_of, live_of, sent, sync_to, view_of
 
 
 def test_what_changed_in_the_engine_is_named_with_its_checkpoint_tensors(alone: None) -> None:
     sync = sync_to(Toy(), live_of(sent(1)), layout_of(SHAPES))
     sync.loader.trace()
-    before = sync.engine.ask(held_tensors)
+    before = sync.engine.ask(fingerprint_everything)
     assert changed_since(before, sync.loader) == []
     sync.model.qkv.data[0, 0] += 1
     sync.model.scale += 1
