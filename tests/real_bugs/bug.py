@@ -27,7 +27,7 @@ class Bug:
     """Overrides in which it acts, each NAME=VALUE."""
     config: str = "configs/cpu/quickstart.toml"
     says: str = ""
-    """A pattern of what the failure must name: the tensor or the cause."""
+    """A pattern of what the failure must name: the tensor or the cause; "" if nothing in a run can tell."""
     slugs: tuple[str, ...] = ()
     """Entries of the catalogue that may be named with high confidence; any other one is a wrong name."""
     unsaid: str = ""

@@ -9,8 +9,6 @@ V2 = "sglang.srt.models.deepseek_v2"
 TOPK = "sglang.srt.layers.moe.topk"
 DEEPSEEK, MOE = "model.name=deepseek_v3", "model.name=qwen3_moe"
 MTP = {"config": "configs/cpu/mtp.toml"}
-COMPUTES = r"more than rounding.*launch/mismatch\.py"
-"""What can be said before the first step of an engine that computes, or reports, something else: what looks for it."""
 STALE = {"slugs": ("stale-copy-of-weights",)}
 
 
@@ -20,7 +18,7 @@ STALE = {"slugs": ("stale-copy-of-weights",)}
 @bug(
     "S01", "sglang#2009", "a tied head is a tensor of its own, filled with a shard of the embedding's shard",
     "sglang.srt.models.llama:LlamaForCausalLM.__init__", "model.name=llama", "model.overrides.tie_word_embeddings=true",
-    says=f"{COMPUTES}|lm_head", slugs=("tied-embeddings",),
+    says="lm_head", slugs=("tied-embeddings",),
 )  # fmt: skip
 def head_of_its_own(init: Any, model: Any, config: Any, *arguments: Any, **named: Any) -> None:
     init(model, config, *arguments, **named)
@@ -40,7 +38,7 @@ def head_of_its_own(init: Any, model: Any, config: Any, *arguments: Any, **named
 @bug(
     "S03", "sglang#14745", "rope_theta in rope_parameters is not read, so that the default base is used",
     "sglang.srt.models.qwen2:get_rope_config",
-    'model.overrides.rope_parameters={rope_type = "default", rope_theta = 1e6}', says=COMPUTES,
+    'model.overrides.rope_parameters={rope_type = "default", rope_theta = 1e6}',
 )  # fmt: skip
 def default_rope_base(read: Any, config: Any) -> tuple[Any, Any]:
     base, scaling = read(config)
@@ -51,7 +49,7 @@ def default_rope_base(read: Any, config: Any) -> tuple[Any, Any]:
 
 @bug(
     "S10", "sglang#10440", "the router uses a copy of the correction bias from before it was loaded",
-    f"{TOPK}:TopK.__init__", DEEPSEEK, says=COMPUTES,
+    f"{TOPK}:TopK.__init__", DEEPSEEK,
 )  # fmt: skip
 def bias_from_before_the_load(init: Any, topk: Any, *arguments: Any, **named: Any) -> None:
     if named.get("correction_bias") is not None:
@@ -60,9 +58,7 @@ def bias_from_before_the_load(init: Any, topk: Any, *arguments: Any, **named: An
     init(topk, *arguments, **named)
 
 
-@bug(
-    "S11", "sglang#31449", "routed_scaling_factor is left out", f"{V2}:DeepseekV2MoE.__init__", DEEPSEEK, says=COMPUTES
-)
+@bug("S11", "sglang#31449", "routed_scaling_factor is left out", f"{V2}:DeepseekV2MoE.__init__", DEEPSEEK)
 def no_scaling_factor(init: Any, block: Any, *arguments: Any, **named: Any) -> None:
     init(block, *arguments, **named)
     block.routed_scaling_factor = 1.0
@@ -71,7 +67,7 @@ def no_scaling_factor(init: Any, block: Any, *arguments: Any, **named: Any) -> N
 
 @bug(
     "S15", "sglang#32430", "gate and up projections of the experts are loaded in the wrong order",
-    "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE._load_w13", MOE, says=COMPUTES,
+    "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE._load_w13", MOE,
 )  # fmt: skip
 def up_before_gate(load: Any, experts: Any, *arguments: Any, shard_id: str, **named: Any) -> None:
     load(experts, *arguments, shard_id={"w1": "w3", "w3": "w1"}[shard_id], **named)
@@ -80,7 +76,7 @@ def up_before_gate(load: Any, experts: Any, *arguments: Any, shard_id: str, **na
 
 @bug(
     "S16", "sglang#29783", "the router of a float32 model multiplies in bfloat16",
-    f"{V2}:MoEGate.forward", DEEPSEEK, says=COMPUTES,
+    f"{V2}:MoEGate.forward", DEEPSEEK,
 )  # fmt: skip
 def router_in_bfloat16(forward: Any, gate: Any, hidden: Any, *_: Any, **__: Any) -> Any:
     acted()
@@ -89,7 +85,7 @@ def router_in_bfloat16(forward: Any, gate: Any, hidden: Any, *_: Any, **__: Any)
 
 @bug(
     "S17", "sglang#29729", "the cosines and sines of a float32 model are kept in bfloat16",
-    "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding._compute_cos_sin_cache", says=COMPUTES,
+    "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding._compute_cos_sin_cache",
 )  # fmt: skip
 def rope_in_bfloat16(compute: Any, rope: Any) -> Any:
     acted()
@@ -98,7 +94,7 @@ def rope_in_bfloat16(compute: Any, rope: Any) -> Any:
 
 @bug(
     "N05", "AReaL#940", "the experts' weights are applied to their input instead of their output",
-    "sglang.srt.layers.moe.fused_moe_native:moe_forward_native", MOE, says=COMPUTES,
+    "sglang.srt.layers.moe.fused_moe_native:moe_forward_native", MOE,
 )  # fmt: skip
 def scores_before_experts(forward: Any, layer: Any, x: Any, chosen: Any, config: Any) -> Any:
     acted()
@@ -125,7 +121,7 @@ def log_probs_without_temperature(forward: Any, sampler: Any, out: Any, info: An
 
 @bug(
     "S04", "sglang#1795", "the log-prob of the decode step before is reported",
-    "sglang.srt.layers.logprob_processor:OutputLogprobProcessor.compute_logprobs", says=COMPUTES,
+    "sglang.srt.layers.logprob_processor:OutputLogprobProcessor.compute_logprobs",
 )  # fmt: skip
 def log_probs_one_step_late(compute: Any, processor: Any, *arguments: Any) -> Any:
     result = compute(processor, *arguments)

@@ -160,8 +160,9 @@ Overrides of every run: {words}. In all: {counted}.
 
 - missed: the run passed, or claimed what was not done. outside: it passed, and no check of weights could see
   it. passes: a healthy engine, which must.
-- caught: it failed, and its words have the tensor or the cause, if only as "what the two compute differs" before the
-  first update: `launch/mismatch.py` then finds the module. not named: it failed without such words.
+- caught: it failed, and its words have the tensor or the cause. not named: it failed before the first update, and its
+  words say no more than that engine and trainer are further apart than rounding; `launch/mismatch.py`, which they name,
+  then looks for the setting or the module.
 - WRONG NAME: a known failure that it is not was named with high confidence.
 
 {table}
