@@ -216,7 +216,9 @@ class ToySync:
     def sent(self) -> Any:
         """The parts of its SentModel."""
         layer = SimpleNamespace(tensors=self.frozen)
-        return SimpleNamespace(dtype=None, held_tensors=self.held_tensors, draft_layer=layer)
+        config = SimpleNamespace(model_type="toy", get_text_config=SimpleNamespace)
+        model = SimpleNamespace(config=config)
+        return SimpleNamespace(dtype=None, held_tensors=self.held_tensors, draft_layer=layer, model=model)
 
     def held_tensors(self) -> Any:
         return self.weights.tensors

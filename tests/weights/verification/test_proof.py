@@ -1,6 +1,6 @@
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +11,14 @@ import torch
 
 from harness.config.schema import Config
 from harness.runtime.events import EventLog
+from harness.trainer.offload import local
+from harness.weights.loader import EngineLoader
 from harness.weights.log_probs import LogProbDifference, PartDifference
 from harness.weights.verification.engine_weights import EngineWeights, how_unwritten
 from harness.weights.verification.proof import Proof
 from harness.weights.verification.refusals import NoBaseline, WeightsDidNotArrive
 from harness.weights.verification.run_parts import RunParts
+from harness.weights.verification.trainer_sums import TrainerSums
 from harness.weights.worker.kept_trace import poison_value
 from tests.weights.toy_model import SHAPES, Toy, ToySync, layout_of, live_name, live_of, sent, sync_to
 
@@ -269,6 +272,52 @@ def test_how_much_was_never_written_is_told_from_other_values(toy: tuple[Proof, 
     assert "down: never written: 5 of 24 elements on rank 0" in str(raised.value)
     assert "k: written, with other values" in str(raised.value)
     assert how_unwritten("of 8 bits", [{}]) == ""
+
+
+def test_a_stale_draft_is_named_only_where_no_update_wrote_it(
+    toy: tuple[Proof, ToySync], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof, sync = toy
+    monkeypatch.setattr(EngineLoader, "of_draft", property(lambda loader: set(SHAPES)))
+    stale = r"in its draft model alone \(mtp-draft-stale\): draft: down: never written: 24 of 24 elements on rank 0$"
+    with pytest.raises(WeightsDidNotArrive, match=stale), at(proof, 0).around_sync():
+        sync.update_engine()
+        sync.model.down.data.fill_(poison_value(0))
+    spoilt = "in its draft model alone: draft: down: written, with other values$"
+    with pytest.raises(WeightsDidNotArrive, match=spoilt), at(proof, 1).around_sync():
+        sync.update_engine()
+        sync.model.down.data *= 2
+
+
+def test_a_rehearsal_fails_on_log_probs_and_leaves_the_trainer_as_it_was(
+    toy: tuple[Proof, ToySync], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof, sync = toy
+    before = {name: local(each).clone() for name, each in sync.tensors.items()}
+    monkeypatch.setattr(proof, "respond", lambda index, most_tokens: None)
+    monkeypatch.setattr(proof, "_score", lambda *batches: tokens(1e-7))
+    proof.rehearse()
+    assert proof.rehearsed and all(torch.equal(local(each), before[name]) for name, each in sync.tensors.items())
+    assert not torch.equal(sync.model.down, before[live_name("down")]), "the engine got the changed weights"
+    monkeypatch.setattr(proof, "_score", lambda *batches: tokens(0.1))
+    with pytest.raises(
+        WeightsDidNotArrive, match="in the rehearsal: with changed weights the engine's log-probs are off"
+    ):
+        proof.rehearse()
+
+
+@pytest.mark.parametrize("computed", [5, 6])
+def test_a_forward_pass_with_other_weights_than_were_held_is_named(
+    computed: int, toy: tuple[Proof, ToySync], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof, _ = toy
+    monkeypatch.setattr(proof.run.actor, "model", None, raising=False)
+    monkeypatch.setattr("harness.weights.verification.proof.forward_sums", lambda model: nullcontext({"w": computed}))
+    proof.weights.sync.sums = TrainerSums(sent={}, held={"w": 5})
+    fails = pytest.raises(WeightsDidNotArrive, match="forward pass computes with other weights .*: w$")
+    with nullcontext() if computed == 5 else fails, proof._checked_forward():
+        pass
+    assert proof.weights.sync.forward == (computed == 5)
 
 
 def test_weights_that_change_after_the_check_are_named_after_the_rollout(toy: tuple[Proof, ToySync]) -> None:
