@@ -69,10 +69,7 @@ def a_copy_that_a_router_keeps(stand: Stand, broken: bool) -> list[str]:
     stand.change()
     stand.sync.update_engine()
     stale = stand.engine.ask(stale_copies).items()
-    found = [
-        *(f"{name}, a copy that the engine made of {of} and that no update reaches" for name, of in stale),
-        *stand.compared().wrong,
-    ]
+    found = [*(f"{name}, a copy of {of}" for name, of in stale), *stand.compared().wrong]
     stand.hook(KEEP, "")
     return found
 

@@ -287,9 +287,5 @@ def test_what_the_trainer_must_not_send_is_refused_on_every_rank(case: str, erro
 
 
 def test_a_copy_that_a_router_keeps(qwen3_moe: Seen) -> None:
-    (found,) = qwen3_moe["a_copy_that_a_router_keeps"]["fault"]
     gate = "model.layers.0.mlp.gate"
-    assert found.startswith(
-        f"{gate}.kept_weight, a copy that the engine made of {gate}.weight and that no update reaches"
-    )
-    assert found.endswith("on rank 0, 1")
+    assert qwen3_moe["a_copy_that_a_router_keeps"]["fault"] == [f"{gate}.kept_weight, a copy of {gate}.weight"]
