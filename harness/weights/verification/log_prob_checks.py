@@ -135,7 +135,7 @@ class LogProbChecks:
             return
         if violations := self.tolerance.violations(difference, scored):
             held = (
-                "all that it holds is what was sent, now and before; with changed weights it computed the same as the trainer"
+                "by fingerprint it holds what was sent, and with changed weights it computed the same as the trainer"
                 if run.compares_held
                 else "what it holds cannot be asked; with changed weights it computed the same as the trainer"
             )
