@@ -21,7 +21,7 @@ from harness.weights.verification.comparison import (
     compare_fingerprints,
     load_again,
 )
-from harness.weights.verification.refusals import refuse
+from harness.weights.verification.refusals import of_all_ranks, refuse
 from harness.weights.verification.run_parts import RunParts
 from harness.weights.verification.trainer_sums import TrainerSums, as_computed, tensor_sums, trainer_sums
 from harness.weights.worker import kept_copies
@@ -131,23 +131,23 @@ class EngineWeights:
             seen.sums = sums = trainer_sums(sync)
             # First of all: whatever the sender has spoilt is no fault of the engine.
             refuse(sums.sent_otherwise, f"{run.when}: the sync sent other values than the trainer's model holds")
-            spoilt = [name for name, before in (self.frozen or {}).items() if sums.held[name] != before]
             if not changed_weights:
-                refuse(
-                    spoilt, f"{run.when}: the sync sent other values than the checkpoint has, of what nothing trains"
-                )
+                spoilt = [name for name, before in (self.frozen or {}).items() if sums.held[name] != before]
+                said = "the sync sent other values than the checkpoint has, of what nothing trains"
+                refuse(spoilt, f"{run.when}: {said}")
             if not sync.engine.can_ask:
                 return
             with sync.engine.weight_update():  # one session for all
                 seen.compared = compare_fingerprints(sync.weights, sync.loader, sums.sent)
                 seen.reloaded = load_again(sync.weights, sync.loader, seen.compared.left)
-                self._refuse_wrong([*seen.compared.wrong], f"{after} holds other weights")
+                self._refuse_wrong(seen.compared.wrong, f"{after} holds other weights")
                 seen.others = sync.loader.other_tensors(derived=True)
                 self.others = self.others or sync.loader.other_tensors()
                 cached = self._cached_prefixes()
         self.not_covered |= dict.fromkeys([*seen.reloaded.not_covered, *sync.unfilled])
         refuse(seen.reloaded.wrong, f"{after} holds other weights")
-        refuse(sync.loader.not_renewed, f"{after} holds tensors that its loader has derived once and does not renew")
+        not_renewed = of_all_ranks(sync.loader.not_renewed)
+        refuse(not_renewed, f"{after} holds tensors that its loader has derived once and does not renew")
         refuse(changed(self.others, seen.others), f"{after} has changed what no sync fills")
         refuse(cached, f"{after} has a prefix cache that is not empty (cache-not-flushed)")
 
@@ -189,10 +189,10 @@ class EngineWeights:
         source = f"it loaded itself from {run.source}"
         refuse(wrong, f"{run.when}: after the first sync the engine holds other weights than {source}")
         self.equals_own_load = True
-        if left := list(dict.fromkeys(name for each in all_gather(before.left) for name in each)):
+        if left := of_all_ranks(before.left):
             why = "the engine computes them of tensors that are sent rounded"
             self.not_covered[f"with SGLang's own load: {first_of(left)}, as {why}"] = None
-        if rounded := list(dict.fromkeys(name for each in all_gather(before.rounded) for name in each)):
+        if rounded := of_all_ranks(before.rounded):
             run.events.say(f"compared with SGLang's own load as a sync rounds them: {first_of(rounded)}")
 
     # After a rollout

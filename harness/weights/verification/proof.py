@@ -30,7 +30,7 @@ from harness.weights.log_probs import BASELINE_TOKENS, LEAST_TOKENS
 from harness.weights.verification.engine_weights import EngineWeights
 from harness.weights.verification.log_prob_checks import LogProbChecks, Scored, Tolerance
 from harness.weights.verification.perturb import perturb
-from harness.weights.verification.refusals import refuse
+from harness.weights.verification.refusals import of_all_ranks, refuse
 from harness.weights.verification.run_parts import RunParts
 from harness.weights.verification.summary import mismatch_of_precisions, report_section, verdict_phrase
 from harness.weights.verification.trainer_sums import forward_sums
@@ -191,9 +191,8 @@ class Proof:
             return
         with forward_sums(run.actor.model) as computed:
             yield
-        wrong = all_gather([name for name, found in computed.items() if found != seen.sums.held[name]])
         refuse(
-            list(dict.fromkeys(name for each in wrong for name in each)),
+            of_all_ranks(name for name, found in computed.items() if found != seen.sums.held[name]),
             f"{run.when}: the trainer's forward pass computes with other weights than its parameters hold",
         )
         seen.forward = len(computed)
