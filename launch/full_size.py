@@ -6,7 +6,7 @@
     python3 launch/full_size.py qwen3_30b_a3b --tp 4 --against 0.5.17       what differs between two releases of SGLang
     python3 launch/full_size.py FOLDER --tp 8 --names model.safetensors.index.json    what somebody's own exporter sends
     python3 launch/full_size.py deepseek_v3_bf16 --tp 16 --nnodes 32
-    python3 launch/full_size.py configs/multinode/deepseek_v3_671b.toml --network-gb-per-second 400
+    python3 launch/full_size.py configs/multinode/deepseek_v3_671b.toml
 
 MODEL is a folder with a config.json, or the name of a folder of configs/models. SGLang's class is built for each rank
 of one engine on the meta device, which has no memory, under process groups that send nothing. It gets every name of the

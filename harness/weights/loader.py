@@ -32,7 +32,7 @@ class EngineLoader:
         is_first = not self.coverage
         self.coverage = tuple(found[rank] for rank in self.engine.group.ranks)
         if is_first:
-            self.unfilled_at_first = tuple(unfilled_parameters(self.coverage))
+            self.unfilled_at_first = tuple(map(str, unfilled_parameters(self.coverage)))
 
     def trace_once(self) -> None:
         """Trace, unless this was done before."""

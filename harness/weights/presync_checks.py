@@ -4,7 +4,7 @@ The trainer's shards are there and finite, and the engine's own loader, as trace
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, pairwise
 from math import prod
 from types import MappingProxyType
@@ -14,12 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import all_gather
 from harness.trainer.rows import own_rows
+from harness.weights.findings import Finding
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import TensorView, loses_precision, span, without_numbers
 from harness.weights.traced.coverage import LoadCoverage, LoaderCopy
 
 SHOWN = 8
 """How many tensors a message names."""
+UNFILLED = ("unfilled", "filled in part")
+"""Kinds of findings on a parameter that no rank's loader fills whole."""
 
 
 class WeightsRefused(ValueError):
@@ -101,20 +104,19 @@ def check_coverage(
     whose name follows. Tied parameters that the engine needs are still refused. buffers: the trainer's names of its
     buffers. Also warn of parameters that only some ranks fill, if that may be padding.
     """
-    unfilled = unfilled_parameters(coverage) if whole_checkpoint else []
-    needed = {sentence: first for sentence in unfilled if (first := tied.get(sentence.partition(":")[0]))}
-    found = [
-        f"{problem}; the trainer ties it to {needed[problem]}, and SGLang's class does not"
-        if problem in needed
-        else problem
-        for problem in coverage_problems(groups, coverage, buffers)
-        if problem in needed or problem not in unfilled
-    ]
+    found, told = [], []
+    for each in coverage_problems(groups, coverage, buffers):
+        if each.kind not in UNFILLED or not whole_checkpoint:
+            found.append(str(each))
+        elif first := tied.get(each.tensor):
+            found.append(f"{each}; the trainer ties it to {first}, and SGLang's class does not")
+        else:
+            told.append(f"{each}, nor does the model's own checkpoint")
     on_some = unfilled_on_some_ranks(coverage)
-    found += [sentence for sentence, is_certain in on_some.items() if is_certain]
+    found += [str(each) for each in on_some if each.kind == "ignored"]
     if found:
         raise WeightsRefused(first_of(found))
-    return [*(f"{sentence}, nor does the model's own checkpoint" for sentence in unfilled), *on_some]
+    return [*told, *map(str, on_some)]
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -125,84 +127,79 @@ def first_of(names: Sequence[str]) -> str:
 
 def coverage_problems(
     groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage], buffers: Collection[str] = ()
-) -> list[str]:
-    """Return one sentence for each tensor that would not arrive whole and unchanged. buffers: the trainer's names of
-    its own.
+) -> list[Finding]:
+    """Return a finding for each tensor that would not arrive whole and unchanged. buffers: the trainer's names of its
+    own.
     """
-    errors = {name: error for each in coverage for name, error in each.errors.items()}
-    found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
-    found += dict.fromkeys(
-        f"SGLang can load weights into this model only once: when its loader ends, {each.only_once}"
-        for each in coverage
-        if each.only_once
-    )
+    errors = {names: error for each in coverage for names, error in each.errors.items()}
+    found = [
+        Finding(kind="refused", tensor=name, names=tuple(others), counts={"error": error})
+        for (name, *others), error in ((names, error) for names, error in errors.items())
+    ]
+    reasons = dict.fromkeys(each.only_once for each in coverage if each.only_once)
+    found += [Finding(kind="once", tensor="", counts={"why": why}) for why in reasons]
     found += unfilled_parameters(coverage)
     counts = Counter(view.name for group in groups for view in group.views)
     twice = {name: count for name, count in counts.items() if count > 1}
-    found += [f"{name}: sent {count} times, and the engine keeps the last of them" for name, count in twice.items()]
+    found += [Finding(kind="twice", tensor=name, counts={"times": count}) for name, count in twice.items()]
     found += _overwritten(coverage)
     found += _too_short(groups, coverage)
     # A tensor is unknown only if no rank reads it: where sizes are padded, the last ranks hold padding only.
     unknown = set(coverage[0].unknown).intersection(*(each.unknown for each in coverage))
     untold = {name for each in coverage for name in each.opaque}
-    refused = {name for key in errors for name in key.split(", ")}
+    refused = {name for names in errors for name in names}
     for number, group in enumerate(groups):
         copies: dict[str, list[LoaderCopy]] = defaultdict(list)
         for copy in (copy for each in coverage for copy in each.copies[number]):
             copies[copy.source.name].append(copy)
         for view in (each for each in group.views if each.name not in refused):
             if view.name in unknown:
-                found.append(f"{view.name}: the engine knows no such parameter and would ignore it")
+                found.append(Finding(kind="unknown", tensor=view.name))
             elif view.name not in untold and view.name not in twice:
                 found += _misfit(view, copies[view.name], coverage[0].dtype, is_buffer=view.of in buffers)
     return found
 
 
-def unfilled_parameters(coverage: Sequence[LoadCoverage]) -> list[str]:
-    """Return one sentence for each parameter that no scheduler's loader fills whole.
+def unfilled_parameters(coverage: Sequence[LoadCoverage]) -> list[Finding]:
+    """Return a finding for each parameter that no scheduler's loader fills whole.
 
     Where sizes are padded, the last ranks hold padding that nothing fills.
     """
+    least: dict[str, tuple[int, int]] = {}
+    for name, numbers in (item for each in coverage for item in each.missing.items()):
+        least[name] = min(numbers, least.get(name, numbers))
     return [
-        f"{name}: a parameter of the engine that nothing sent would fill"
-        + (f", in {missing} of its {elements} elements" if missing < elements else "")
-        for name, (missing, elements) in least_unfilled(coverage).items()
+        Finding(
+            kind="unfilled" if missing == elements else "filled in part",
+            tensor=name,
+            counts={"missing": missing, "elements": elements},
+        )
+        for name, (missing, elements) in least.items()
         if missing
     ]
 
 
-def least_unfilled(coverage: Sequence[LoadCoverage]) -> dict[str, tuple[int, int]]:
-    """Return for each parameter how many elements even the scheduler leaves unfilled that fills most, and of how many."""
-    least: dict[str, tuple[int, int]] = {}
-    for name, found in (item for each in coverage for item in each.missing.items()):
-        least[name] = min(found, least.get(name, found))
-    return least
-
-
-def unfilled_on_some_ranks(coverage: Sequence[LoadCoverage]) -> dict[str, bool]:
-    """Return a sentence for each parameter that a rank's loader ignores and another's fills whole -> whether that is
-    wrong.
+def unfilled_on_some_ranks(coverage: Sequence[LoadCoverage]) -> list[Finding]:
+    """Return a finding for each parameter that a rank's loader ignores and another's fills whole.
 
     Ranks that fill it from different elements hold shards of it, and the others padding. If two fill it from the same
-    ones, all ranks should hold the same. If only one does, it may be a tensor that is not larger than a shard.
+    ones, all ranks should hold the same ("ignored"). If only one does, it may be a tensor that is not larger than a
+    shard.
     """
     # The ranks of a stage have the same parameters.
     stages: dict[tuple[str, ...], list[LoadCoverage]] = defaultdict(list)
     for each in coverage:
         stages[tuple(sorted(each.missing))].append(each)
-    sentences = {}
+    findings = []
     for names, ranks in stages.items():
         for name in names:
             without = [each.rank for each in ranks if each.missing[name][0] == each.missing[name][1] > 0]
             filled = {each.rank: _read_into(name, each) for each in ranks if each.missing[name][0] == 0}
             if without and filled and len(set(filled.values())) == 1:
-                where = f"engine rank {', '.join(map(str, without))}"
-                why = "ignores it" if len(filled) > 1 else "ignores it, or it holds padding"
-                sentence = (
-                    f"{name}: filled on engine rank {', '.join(map(str, filled))}, but the loader of {where} {why}"
-                )
-                sentences[sentence] = len(filled) > 1
-    return sentences
+                kind = "ignored" if len(filled) > 1 else "ignored or padding"
+                counts = {"filled": ", ".join(map(str, filled))}
+                findings.append(Finding(kind=kind, tensor=name, ranks=tuple(without), counts=counts))
+    return findings
 
 
 def _read_into(name: str, coverage: LoadCoverage) -> frozenset[tuple[object, ...]]:
@@ -211,28 +208,27 @@ def _read_into(name: str, coverage: LoadCoverage) -> frozenset[tuple[object, ...
     return frozenset((source.name, source.offset, source.steps) for source in sources)
 
 
-def _overwritten(coverage: Sequence[LoadCoverage]) -> list[str]:
-    """Return one sentence for each of the engine's tensors of which two names fill the same elements."""
+def _overwritten(coverage: Sequence[LoadCoverage]) -> list[Finding]:
+    """Return a finding for each of the engine's tensors of which two names fill the same elements."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for each in coverage:
         for name in each.overwritten:
             ranks[name].append(each.rank)
-    sentences = []
+    findings = []
     for name, found in ranks.items():
         holding = [each.rank for each in coverage if name in each.missing]
         where = "" if found == holding else f" on engine rank {', '.join(map(str, found))}"
         first, second = next(each.overwritten[name] for each in coverage if name in each.overwritten)
-        sentences.append(
-            f"{name}: {first} and {second} fill the same elements of it{where}; the engine keeps the second"
-        )
-    return sentences
+        counts = {"first": first, "second": second, "where": where}
+        findings.append(Finding(kind="written twice", tensor=name, counts=counts))
+    return findings
 
 
-def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> list[str]:
-    """Return one sentence for each tensor behind which the loaders write zeros that the model's config does not
+def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> list[Finding]:
+    """Return a finding for each tensor behind which the loaders write zeros that the model's config does not
     explain.
     """
-    sentences = []
+    findings = []
     for number, group in enumerate(groups):
         views = {view.name: view for view in group.views}
         for into in dict.fromkeys(name for each in coverage for name in each.padded.get(number, ())):
@@ -251,16 +247,15 @@ def _too_short(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) 
                 for name, each in cut.items()
             ):
                 continue
-            why = f"too short for the engine's {into}: it would make {made_zero} elements zero, and no size in its config explains them"
-            sentences += [f"{name}: sent as {list(views[name].shape)}, which is {why}" for name in short]
-            if not short:
-                which = (
-                    "one of these is "
-                    if len(reads) > 1
-                    else f"sent as {list(views[next(iter(reads))].shape)}, which is "
-                )
-                sentences.append(f"{', '.join(reads)}: {which}{why}")
-    return sentences
+            counts = {"into": into, "zeros": made_zero}
+            name, *others = reads
+            if len(reads) > 1 and not short:
+                findings.append(Finding(kind="one short", tensor=name, names=tuple(others), counts=counts))
+            findings += [
+                Finding(kind="short", tensor=each, counts={"shape": list(views[each].shape), **counts})
+                for each in short or ([] if others else [name])
+            ]
+    return findings
 
 
 def _reads_into(into: str, number: int, coverage: Sequence[LoadCoverage]) -> dict[str, list[tuple[int, TensorView]]]:
@@ -302,36 +297,26 @@ def _shorter_names(reads: Mapping[str, Sequence[tuple[int, TensorView]]], ranks:
 
 def _misfit(
     view: TensorView, copies: Sequence[LoaderCopy], engine_dtype: torch.dtype | None, *, is_buffer: bool
-) -> list[str]:
-    """Return what is wrong with the copies that the schedulers make of one checkpoint tensor.
+) -> Iterator[Finding]:
+    """Yield what is wrong with the copies that the schedulers make of one checkpoint tensor.
 
     What the engine holds narrower than its other parameters is its own choice, which its load from disk makes too. So
     it is what it holds as these of a buffer, which a trainer keeps in float32: dots1's correction bias.
     """
-    sentences = []
     narrower = {copy.held for copy in copies if loses_precision(copy.source.dtype, copy.held)}
     narrower -= {held for held in narrower if engine_dtype and loses_precision(engine_dtype, held)}
     if is_buffer and engine_dtype:
         narrower.discard(engine_dtype)
     if narrower:
-        held = str(narrower.pop()).removeprefix("torch.")
-        sentences.append(
-            f"{view.name}: sent as {str(view.dtype).removeprefix('torch.')}, but the engine holds {held}: it would be"
-            f" rounded; send {held}"
-        )
+        sent, held = (str(each).removeprefix("torch.") for each in (view.dtype, narrower.pop()))
+        yield Finding(kind="rounded", tensor=view.name, counts={"sent": sent, "held": held})
+    shape = {"shape": list(view.shape)}
     if (count := elements_read(view, [copy.source for copy in copies])) < view.numel:
-        sentences.append(
-            f"{view.name}: of its {view.numel} elements ({list(view.shape)}) the engine would read {count};"
-            " its shape is not the engine's"
-        )
+        yield Finding(kind="read in part", tensor=view.name, counts={**shape, "elements": view.numel, "read": count})
     elif any(_is_reviewed(view, copy.source) for copy in copies):
-        sentences.append(
-            f"{view.name}: the engine reads its {list(view.shape)} as another shape of as many elements, so each would be in a"
-            " wrong place"
-        )
+        yield Finding(kind="reshaped", tensor=view.name, counts=shape)
     if view.of == view.name and len(view.shape) == 2 and len(set(view.shape)) == 1 and view.stride[0] < view.stride[1]:
-        sentences.append(f"{view.name}: sent transposed, which no loader can tell, as it is square")
-    return sentences
+        yield Finding(kind="transposed", tensor=view.name)
 
 
 def _is_reviewed(view: TensorView, read: TensorView) -> bool:

@@ -156,7 +156,7 @@ class Stand:
         found: list[str] = []
         with raising() as raised, self.syncing(**replaced) as sync:
             sync.loader.trace()
-            found += coverage_problems(sync.loader.groups, sync.loader.coverage)
+            found += map(str, coverage_problems(sync.loader.groups, sync.loader.coverage))
             found += self.synced(sync)
         after = self.held() if raised else before
         touched = all_gather([name for name in {*before, *after} if before.get(name) != after.get(name)])

@@ -4,14 +4,14 @@ has.
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.tools.engine_class.checkpoint_headers import read_headers
-from harness.weights.tensor_view import TensorView, without_numbers
+from harness.weights.findings import Finding, grouped
+from harness.weights.tensor_view import TensorView
 
 TABLE = re.compile(r"rotary_emb\.inv_freq")
 """Names of published checkpoints that are computed anew when a model is built."""
@@ -24,7 +24,7 @@ MTP = re.compile(r"^mtp\.|\.mtp\.")
 class CheckpointBeside:
     """How the checkpoint in the folder of MODEL differs from what the trainer's class has."""
 
-    problems: tuple[str, ...]
+    findings: tuple[Finding, ...]
     notes: tuple[str, ...]
 
 
@@ -43,38 +43,27 @@ def compare_checkpoint(
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     others = [name for name in stored if name not in sent]
     left_out = passed_over(others, fields, ignored)
-    problems = [
-        (name, "sent by the trainer, but the checkpoint beside config.json lacks it")
-        for name in sent
-        if name not in stored
-    ]
-    problems += [
-        (name, "in the checkpoint beside config.json, but the trainer's class has no such tensor, and sends none")
-        for name in others
-        if name not in left_out
-    ]
-    casts: list[tuple[str, str]] = []
-    for name in sent.keys() & stored.keys():
+    findings = [Finding(kind="not stored", tensor=name) for name in sent if name not in stored]
+    casts: list[Finding] = []
+    for name in (each for each in sent if each in stored):
         view, found = sent[name], stored[name]
         dtype = str(view.dtype).removeprefix("torch.")
         if found.shape is not None and found.shape != view.shape:
-            problems.append((name, f"{list(found.shape)} in the checkpoint, but {list(view.shape)} by its config.json"))
+            counts: dict[str, Any] = {"stored": list(found.shape), "shape": list(view.shape)}
+            findings.append(Finding(kind="stored in another shape", tensor=name, counts=counts))
         elif found.dtype not in ("", dtype):
             one_byte = view.dtype.itemsize == 1 or "8" in found.dtype
-            (problems if one_byte else casts).append((name, f"{found.dtype} in the checkpoint, but sent as {dtype}"))
+            other = Finding(kind="stored in another dtype", tensor=name, counts={"stored": found.dtype, "sent": dtype})
+            (findings if one_byte else casts).append(other)
+    findings += [Finding(kind="not sent", tensor=name) for name in others if name not in left_out]
     known = sum(each.shape is not None for each in stored.values())
     notes = [
         f"the checkpoint beside config.json: {len(stored):,} names compared, {known:,} of them with dtype and shape"
     ]
-    notes += [
-        f"in the checkpoint alone, as no trainer here has it: {name}"
-        for name in _firsts((each, "") for each in left_out)
-    ]
-    notes += [f"converted when the trainer loads it: {line}" for line in _firsts(sorted(casts))]
-    order = {name: number for number, name in enumerate((*sent, *others))}
-    return CheckpointBeside(
-        problems=tuple(_firsts(sorted(problems, key=lambda each: order[each[0]]))), notes=tuple(notes)
-    )
+    alone = grouped(Finding(kind="named", tensor=name) for name in left_out)
+    notes += [f"in the checkpoint alone, as no trainer here has it: {line}" for line in alone]
+    notes += [f"converted when the trainer loads it: {line}" for line in grouped(casts)]
+    return CheckpointBeside(findings=tuple(findings), notes=tuple(notes))
 
 
 def passed_over(names: Iterable[str], fields: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, str]:
@@ -108,13 +97,3 @@ def is_of_mtp_layer(name: str, fields: Mapping[str, Any]) -> bool:
     layers, more = (int(language.get(f"num_{which}_layers") or 0) for which in ("hidden", "nextn_predict"))
     found = re.search(r"\.layers\.(\d+)\.", name)
     return bool(MTP.search(name) or (found and layers <= int(found[1]) < layers + more))
-
-
-def _firsts(found: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield one sentence for all names that differ in numbers alone and of which the same is said."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, text in found:
-        groups[without_numbers(name), text].append(name)
-    for (_, text), names in groups.items():
-        like = f"; and {len(names) - 1:,} like it" if len(names) > 1 else ""
-        yield f"{names[0]}{text and ': '}{text}{like}"

@@ -55,7 +55,7 @@ def _answer(work: Work, name: str, options: Options, question: Question, export:
     with working("importing torch, transformers and SGLang", importing=True), collecting_nothing():
         prepare_import(question.folder, question.has_draft)
         from harness.tools.engine_class import meta_model
-        from harness.tools.full_size.model_verdict import SHOWN, find_answer
+        from harness.tools.full_size.model_verdict import find_answer
 
         meta_model.import_all(question.folder)
     work.what = "comparing what is sent with what the engine takes"
@@ -68,7 +68,7 @@ def _answer(work: Work, name: str, options: Options, question: Question, export:
         replace_file(Path(options.page), page_of(answer))
     for line in answer.closing_lines():
         print(line)
-    print(f"VERDICT: {answer.verdict(SHOWN)}")
+    print(f"VERDICT: {answer.verdict()}")
     return answer.code
 
 

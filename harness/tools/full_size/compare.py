@@ -6,14 +6,11 @@ once.
 """
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from harness.tools.bisection.question import Pause, WrongQuestion
 from harness.tools.bisection.question import Question as BisectQuestion
 from harness.tools.environments import REPOSITORY, has_gpu
 from harness.tools.full_size.model_and_options import Options, read_question
+from harness.weights.findings import Finding, grouped, ranges, shown
 
 SCRIPT = "launch/full_size.py"
 NOT_PASSED_ON = ("against", "json")
@@ -138,19 +136,20 @@ def lines_of(found: Comparison) -> Iterator[str]:
     """Yield the lines to print above the verdict."""
     for title, lines in (("arrives", found.arrives), ("is held by the engine", found.holds)):
         if lines:
-            more = f", of which {SHOWN} are shown" if len(lines) > SHOWN else ""
-            yield f"what {title} differs in {len(lines)} way(s){more}:"
-            yield from (f"  {line}" for line in lines[:SHOWN])
+            yield f"what {title} differs in {len(lines)} way(s):"
+            yield from (f"  {line}" for line in shown(lines, SHOWN))
 
 
 def compare(first: Table, second: Table) -> Comparison:
     """Return what differs between the answers of two releases to the same question."""
-    names = name_of(first), name_of(second)
+    cannot_build = first["cannot_build"] or second["cannot_build"]
+    only = f"sent only to {name_of(first)}", f"sent only to {name_of(second)}"
+    sent = grouped(_changes(first["sent"], second["sent"], *only))
     return Comparison(
-        names=names,
+        names=(name_of(first), name_of(second)),
         sent=len(second["sent"]),
-        arrives=(*_of_sent(first, second), *_of_fate(first, second)),
-        holds=() if first["cannot_build"] or second["cannot_build"] else tuple(_of_parameters(first, second)),
+        arrives=(*map(str, sent), *_of_fate(first, second), *_of_fate(second, first)),
+        holds=() if cannot_build else tuple(map(str, grouped(_of_parameters(first, second)))),
     )
 
 
@@ -160,56 +159,35 @@ def name_of(table: Table) -> str:
     return f"sglang {versions['sglang']} with transformers {versions['transformers']}"
 
 
-def _of_sent(first: Table, second: Table) -> Iterator[str]:
-    """Yield lines on names that only one trainer sends, or with another dtype or shape."""
-    yield from in_groups(
-        _changes(first["sent"], second["sent"], f"sent only to {name_of(first)}", f"sent only to {name_of(second)}")
-    )
-
-
-def _of_fate(first: Table, second: Table) -> Iterator[str]:
+def _of_fate(table: Table, other: Table) -> Iterator[str]:
     """Yield lines on what is lost in one answer and not in the other."""
-    for table, other in ((first, second), (second, first)):
-        if table["cannot_build"]:
-            if not other["cannot_build"]:
-                yield f"{name_of(table)} cannot build the engine: {table['cannot_build']}"
-            continue
-        if other["cannot_build"]:
-            continue
-        known = {_subject(sentence) for sentence in other["problems"]}
-        lost = [sentence for sentence in table["problems"] if _subject(sentence) not in known]
-        yield from in_groups((_subject(each), f"with {name_of(table)} {_fate(each)}") for each in lost)
-        untold = sorted(set(table["not_followed"]) - set(other["not_followed"]))
-        yield from in_groups((name, f"cannot be followed with {name_of(table)}") for name in untold)
+    if table["cannot_build"] and not other["cannot_build"]:
+        yield f"{name_of(table)} cannot build the engine: {table['cannot_build']}"
+    if table["cannot_build"] or other["cannot_build"]:
+        return
+    known = {each["tensor"] for each in other["findings"]}
+    lost: dict[tuple[str, str], Finding] = {}
+    for each in map(Finding.of_table, table["findings"]):
+        if each.tensor not in known:  # one line for all ranks that lack it
+            before = lost.setdefault((each.kind, each.tensor), each)
+            lost[each.kind, each.tensor] = replace(before, ranks=tuple(sorted({*before.ranks, *each.ranks})))
+    yield from (f"with {name_of(table)}: {line}" for line in grouped(lost.values()))
+    untold = sorted(set(table["not_followed"]) - set(other["not_followed"]))
+    where = {"where": name_of(table)}
+    yield from map(str, grouped(Finding(kind="not followed", tensor=name, counts=where) for name in untold))
 
 
-def _subject(sentence: str) -> str:
-    """Return the tensor that a sentence begins with."""
-    return sentence.partition(":")[0]
-
-
-def _fate(sentence: str) -> str:
-    """Return what a sentence says of its tensor, without the engine's rank: one line stands for all ranks."""
-    said = sentence.partition(":")[2].strip()
-    return re.sub(r"on engine rank \d+", "on some engine rank", re.sub(r"\b(layers|experts)\.\d+\.", r"\1.*.", said))
-
-
-def _of_parameters(first: Table, second: Table) -> Iterator[str]:
-    """Yield lines on parameters, each with the ranks that it holds for, and on bytes."""
-    ranks_of: dict[str, list[int]] = defaultdict(list)
+def _of_parameters(first: Table, second: Table) -> Iterator[Finding]:
+    """Yield how parameters differ, each with the ranks that it holds for."""
     older, newer = _held(first), _held(second)
     only = f"held only by {name_of(first)}", f"held only by {name_of(second)}"
+    found: dict[str, tuple[Finding, list[int]]] = {}
     for rank in sorted(older.keys() & newer.keys()):
-        for line in in_groups(_changes(older[rank], newer[rank], *only)):
-            ranks_of[line].append(rank)
-    for line, ranks in ranks_of.items():
-        yield line if len(ranks) == len(newer) else f"{line}; on engine ranks {ranges(ranks)}"
-    sizes: dict[str, list[int]] = defaultdict(list)
-    before = {each["rank"]: each["bytes"] for each in first["ranks"]}
-    for each in second["ranks"]:
-        if before.get(each["rank"], each["bytes"]) != each["bytes"]:
-            sizes[f"{before[each['rank']] / 1e9:.3f} GB -> {each['bytes'] / 1e9:.3f} GB"].append(each["rank"])
-    yield from (f"bytes of parameters: {text}; on engine ranks {ranges(ranks)}" for text, ranks in sizes.items())
+        for each in _changes(older[rank], newer[rank], *only):
+            found.setdefault(str(each), (each, []))[1].append(rank)
+    for each, ranks in found.values():
+        on = "" if len(ranks) == len(newer) else f"; on engine ranks {ranges(ranks)}"
+        yield replace(each, counts={**each.counts, "on": on})
 
 
 def _held(table: Table) -> dict[int, dict[str, list[Any]]]:
@@ -218,37 +196,17 @@ def _held(table: Table) -> dict[int, dict[str, list[Any]]]:
 
 def _changes(
     first: Mapping[str, list[Any]], second: Mapping[str, list[Any]], only_first: str, only_second: str
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Finding]:
     """Yield each tensor that differs, and how. The values are dtype and shape."""
     for name in dict.fromkeys((*first, *second)):
-        if name not in second:
-            yield name, f"{only_first}, {_described(first[name])}"
-        elif name not in first:
-            yield name, f"{only_second}, {_described(second[name])}"
-        elif list(first[name]) != list(second[name]):
-            yield name, f"{_described(first[name])} -> {_described(second[name])}"
+        before, after = (_described(table[name]) if name in table else "" for table in (first, second))
+        if before and after and before != after:
+            yield Finding(kind="changed", tensor=name, counts={"before": before, "form": after, "on": ""})
+        elif before != after:
+            counts = {"where": only_second if after else only_first, "form": before or after, "on": ""}
+            yield Finding(kind="only", tensor=name, counts=counts)
 
 
 def _described(tensor: Sequence[Any]) -> str:
     dtype, shape = tensor
     return f"{dtype} {list(shape)}"
-
-
-def in_groups(found: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield one line for all tensors whose names differ in numbers alone and of which the same is said."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, text in found:
-        groups[re.sub(r"(?<=\.)\d+(?=\.)", "*", name), text].append(name)
-    for (pattern, text), names in groups.items():
-        if len(names) == 1:
-            yield f"{names[0]}: {text}"
-            continue
-        layers = sorted({int(each[1]) for name in names if (each := re.search(r"\blayers\.(\d+)\.", name))})
-        yield f"{pattern}: {text} ({len(names):,} tensors{f', layers {ranges(layers)}' if layers else ''})"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as "0-2, 5"."""
-    runs = groupby(enumerate(numbers), key=lambda each: each[1] - each[0])
-    ends = [(members[0][1], members[-1][1]) for members in (list(run) for _, run in runs)]
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)

@@ -10,16 +10,18 @@ from typing import Any
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.engine_class.draft_model import DraftModel, copies_in, examine_draft, mtp_layout
+from harness.tools.engine_class.engine_answer import OF_PARAMETERS, EngineAnswer, ask_engine
+from harness.tools.engine_class.engine_ranks import EngineShape, examine
 from harness.tools.full_size.checkpoint_beside import is_of_mtp_layer, passed_over
-from harness.tools.full_size.draft_model import DraftModel, copies_in, examine_draft, mtp_layout, one_layer_of_each_kind
 from harness.tools.full_size.export_causes import Suspects, causes_of
 from harness.tools.full_size.exported_names import Export
-from harness.tools.full_size.findings import Findings, examine_names, subject
 from harness.tools.full_size.model_and_options import read_fields
 from harness.tools.full_size.name_lists import UNKNOWN_NAME, Expected, Fills, NameLists, fills_of, lists_of
-from harness.tools.full_size.ranks_at_true_size import EngineRank, EngineShape, examine
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class
+from harness.weights.findings import Finding, grouped
 from harness.weights.fusing import fusing_groups
+from harness.weights.layer_names import one_layer_of_each_kind
 from harness.weights.tensor_view import TensorView, without_numbers
 
 
@@ -27,8 +29,7 @@ from harness.weights.tensor_view import TensorView, without_numbers
 class ExportAnswer:
     """What was found out about an export."""
 
-    ranks: tuple[EngineRank, ...]
-    findings: Findings
+    engine: EngineAnswer
     draft: DraftModel | None
     lists: NameLists
     causes: tuple[str, ...]
@@ -43,7 +44,7 @@ class ExportAnswer:
     def verdict(self, source: str) -> str:
         """Return in one sentence what is wrong with the names of FILE."""
         told = f"; cause: {self.causes[0]}" if self.causes else ""
-        return f"the names of {source} are not all those that the engine expects: {self.lists.counts()}{told}; first: {self.lists.wrong[0]}"
+        return f"the names of {source} are not all those that the engine expects: {self.lists.counts()}{told}; first: {grouped(self.lists.wrong)[0]}"
 
     def table(self) -> dict[str, Any]:
         """Return it for the JSON."""
@@ -101,73 +102,74 @@ class ExportQuestion:
 
         Raise RankFailed, UnsupportedEnvironment.
         """
-        ranks, findings = self._examined(shape, views, every_name)
-        draft = self._draft(shape, ranks, views)
-        fills = self._fills(shape, ranks, findings, draft)
-        lists = lists_of(views, ranks, findings, self.expected, fills)
-        findings = self._without_what_is_not_known(findings)
+        engine = self._examined(shape, views, every_name)
+        draft = self._draft(shape, engine, views)
+        fills = self._fills(shape, engine, draft)
+        lists = lists_of(views, engine, self.expected, fills)
         if draft:
             to_draft = {view.name for view in draft.mtp}  # the target passes these over, and the draft model reads them
-            lists = replace(
-                lists, by_design=tuple(line for line in lists.by_design if not to_draft.issuperset(line.names))
-            )
+            lists = replace(lists, by_design=tuple(each for each in lists.by_design if each.tensor not in to_draft))
             copies = dict.fromkeys(copies_in(shape.folder, draft.mtp), "the draft model is served the target's own")
             of_layer = {
                 name: each for name, each in self.expected.tensors.items() if is_of_mtp_layer(name, self.fields)
             }
             expected = replace(self.expected, tensors=of_layer, by_design=copies)
-            lists += lists_of(draft.mtp, draft.ranks, draft.findings, expected, fills)
+            lists += lists_of(draft.mtp, draft.answer, expected, fills)
         suspects = Suspects(
             sent=views,
             lists=lists,
             expected=self.expected.tensors,
-            own={name for each in ranks for name in each.held},
+            own={name for each in engine.ranks for name in each.held},
             live=self.names.tensors.keys() - self.expected.tensors.keys() if self.names else (),
             fields=self.fields,
         )
 
         def ask(others: Sequence[TensorView]) -> NameLists:
-            return lists_of(others, *self._examined(shape, others, False), self.expected, fills)
+            return lists_of(others, self._examined(shape, others, False), self.expected, fills)
 
         return ExportAnswer(
-            ranks=tuple(ranks),
-            findings=findings,
+            engine=self._without_what_is_not_known(engine),
             draft=draft,
             lists=lists,
             causes=causes_of(suspects, ask),
             without_shape=len(self.expected.without_shape),
         )
 
-    def _without_what_is_not_known(self, findings: Findings) -> Findings:
+    def _without_what_is_not_known(self, engine: EngineAnswer) -> EngineAnswer:
         """Leave out what follows only from names having a shape that stands for one that is not known, as the lists
         do.
         """
-        unknown = {*self.expected.without_shape, *(findings.lacking if self.expected.without_shape else ())}
-        problems = tuple(each for each in findings.problems if not unknown.issuperset(subject(each).split(", ")))
-        return replace(findings, problems=problems)
+        if not self.expected.without_shape:
+            return engine
+        return replace(
+            engine,
+            findings=tuple(
+                each
+                for each in engine.findings
+                if each.kind not in OF_PARAMETERS and not {*self.expected.without_shape}.issuperset(each.every)
+            ),
+        )
 
-    def _examined(
-        self, shape: EngineShape, views: Sequence[TensorView], every_name: bool
-    ) -> tuple[list[EngineRank], Findings]:
+    def _examined(self, shape: EngineShape, views: Sequence[TensorView], every_name: bool) -> EngineAnswer:
         """Give the names to the loaders; of those that they refuse as unknown only the first of each kind, as a refused
         call is made once more for each name.
         """
-        refused, given, others = self._unknown_kinds(shape, views), dict[str, TensorView](), dict[str, str]()
+        refused, given, others = self._unknown_kinds(shape, views), dict[str, TensorView](), list[Finding]()
         for view in views:
             pattern = without_numbers(view.name)
             if pattern in refused and pattern in given:
-                others[view.name] = refused[pattern]
+                others.append(Finding(kind="refused", tensor=view.name, counts={"error": refused[pattern]}))
             else:
                 given[pattern if pattern in refused else view.of] = view
         buffers = {view.name for view in self.names.layout if view.of in self.names.buffers} if self.names else ()
-        ranks, findings = examine_names(
+        answer = ask_engine(
             shape,
             fusing_groups(given.values()),
             every_name=every_name,
             passed_over=self.expected.by_design,
             buffers=buffers,
         )
-        return ranks, replace(findings, refused={**findings.refused, **others})
+        return replace(answer, findings=(*answer.findings, *others))
 
     def _unknown_kinds(self, shape: EngineShape, views: Sequence[TensorView]) -> dict[str, str]:
         """Return the names, without their numbers, that the loaders look up and do not find -> what they raise."""
@@ -175,31 +177,25 @@ class ExportQuestion:
         strange = {pattern: view for view in reversed(views) if (pattern := without_numbers(view.name)) not in known}
         if not strange:
             return {}
-        _, findings = examine_names(shape, fusing_groups(strange.values()))
-        found = {name: error for names, error in findings.refused.items() for name in names.split(", ")}
+        refusals = ask_engine(shape, fusing_groups(strange.values())).of_kinds("refused")
+        found = {name: str(each.counts["error"]) for each in refusals for name in each.every}
         return {without_numbers(name): error for name, error in found.items() if error.startswith(UNKNOWN_NAME)}
 
-    def _draft(self, shape: EngineShape, ranks: Sequence[EngineRank], views: Sequence[TensorView]) -> DraftModel | None:
+    def _draft(self, shape: EngineShape, engine: EngineAnswer, views: Sequence[TensorView]) -> DraftModel | None:
         if not shape.arguments.get("speculative_algorithm"):
             return None
         mtp = [view for view in views if is_of_mtp_layer(view.name, self.fields)]
-        return examine_draft(shape, ranks, [view for view in views if view not in mtp], mtp)
+        return examine_draft(shape, engine.ranks, [view for view in views if view not in mtp], mtp)
 
-    def _fills(
-        self, shape: EngineShape, ranks: Sequence[EngineRank], findings: Findings, draft: DraftModel | None
-    ) -> Fills:
+    def _fills(self, shape: EngineShape, engine: EngineAnswer, draft: DraftModel | None) -> Fills:
         """Return which names fill what, from what was sent, and from transformers' names if something lacks one."""
-        found = fills_of([*ranks, *(draft.ranks if draft else ())])
-        asked = [shape] if findings.lacking else []
-        asked += [replace(shape, draft=True)] if draft and draft.findings.lacking else []
-        sample = [
-            group
-            for groups in one_layer_of_each_kind(fusing_groups(self.expected.tensors.values()))
-            for group in groups
-        ]
-        for each in asked if sample else ():
-            for parameter, names in fills_of(examine(each, sample, False)).items():
-                found.setdefault(parameter, set()).update(names)
+        of_shape = [(shape, engine), *([(replace(shape, draft=True), draft.answer)] if draft else [])]
+        found = fills_of(rank for _, answer in of_shape for rank in answer.ranks)
+        sample = one_layer_of_each_kind(fusing_groups(self.expected.tensors.values()))
+        for each, answer in of_shape if sample else ():
+            if answer.of_kinds(*OF_PARAMETERS):
+                for parameter, names in fills_of(examine(each, sample, False)).items():
+                    found.setdefault(parameter, set()).update(names)
         return found
 
 

@@ -120,7 +120,7 @@ def call_function(source: str) -> Export:
     A tensor may be on the meta device, and a DTensor counts as the whole. Raise ConfigError with the words of what the
     function raises.
     """
-    from harness.tools.full_size.forks import ForkEnded, in_forks
+    from harness.tools.engine_class.forks import ForkEnded, in_forks
 
     try:
         found = in_forks(_call, {0: (source,)}, 1, "names")[0]

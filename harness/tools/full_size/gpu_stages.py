@@ -170,7 +170,7 @@ class GpuMemory:
         parts = {f"sync: {'bucket, gathered and sent' if both else 'bucket gathered'}": self.bucket_bytes * (1 + both)}
         return parts | ({"sync: own rows, cast": self.bucket_bytes // self.ranks} if self.is_cast else {})
 
-    def cache_parts(self, share: EngineShare) -> Parts:
+    def _cache_parts(self, share: EngineShare) -> Parts:
         """Return what a rank of a stage keeps of the sequences that it generates.
 
         Where the KV cache of a token is not known, that is all that mem_fraction_static leaves beside the weights:
@@ -186,7 +186,7 @@ class GpuMemory:
         weights = max(share.weights for share in self.engine)
         if not kv_cache:
             return {WEIGHTS: weights}
-        held = {share: self.cache_parts(share) for share in self.engine}
+        held = {share: self._cache_parts(share) for share in self.engine}
         fullest = max(held, key=lambda share: share.weights + sum(held[share].values()))
         (cache, nbytes), *states = held[fullest].items()
         return {WEIGHTS: weights, cache: nbytes - (weights - fullest.weights), **dict(states)}
@@ -219,10 +219,21 @@ class GpuMemory:
                 f" {part}, {size(nbytes)}{remedy}."
             )
 
-    def table_lines(self) -> list[str]:
+    def as_lines(self) -> list[str]:
         """Return what the engine has room for, and a table with a column for each stage."""
-        totals = {name: sum(parts.values()) for name, parts in self.stages.items()}
-        return [*_sentence(self._engine_sentence()), "", *self._table(totals)]
+        return [
+            f"Memory of the fullest GPU in GiB, of {self.gpu_bytes / GIB:g} (--gpu-memory-gib). Executed on fake tensors: a rank's"
+            f" shards are {size(self.trainers['actor'].parameters)}.",
+            *_sentence(self._engine_sentence()),
+            "",
+            *self._table({name: sum(parts.values()) for name, parts in self.stages.items()}),
+            f"  Not executed: {BESIDE}, which were measured once, on 4 H200. Not counted: fragments of torch's allocator.",
+            "",
+        ]
+
+    def table(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {"fits": self.fits, "problems": self.problems, "stages": self.stages}
 
     def verdict(self) -> str:
         """Return whether it fits, and how much room the fullest stage leaves."""

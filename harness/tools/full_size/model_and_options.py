@@ -46,7 +46,7 @@ OPTION_OF = {
 """Key of a run -> what stands for it on the command line of a MODEL that is no config."""
 REPLACED = ("tp", "pp", "ep", "dp_attention", "dtype", "rollout_precision", "speculative_algorithm")
 """Options in whose place the config of a run has keys."""
-OF_RUN = ("nproc_per_node", "gpu_memory_gib", "network_gb_per_second")
+OF_RUN = ("nproc_per_node", "gpu_memory_gib")
 """Options that say nothing about an engine alone."""
 TABLES = ("text_config", "rope_scaling", "rope_parameters", "quantization_config")
 """Fields of config.json that are tables, where a model has them."""
@@ -62,8 +62,8 @@ LEAN = {
 class Options:
     """MODEL is a folder with a config.json, the name of a folder of configs/models, or the TOML config of a run.
 
-    With --nnodes, or a TOML config, the whole run is examined: what each GPU holds in each stage of a step, and what a
-    weight sync moves. --section.key VALUE then sets any key of the run's config, as for launch/ppo.py, and what the
+    With --nnodes, or a TOML config, the whole run is examined: what the fullest GPU holds in each stage of a step.
+    --section.key VALUE then sets any key of the run's config, as for launch/ppo.py, and what the
     options below leave at their defaults; without a TOML config the trainer has an actor alone, with gradient
     checkpointing, and weights.transport = "pull".
     """
@@ -96,8 +96,8 @@ class Options:
     json: str = ""
     """Write what was found there too."""
     page: str = ""
-    """Write what was found there as one HTML page, which needs no network: heat maps of the engine's ranks and layers,
-    and of a whole run the memory of each GPU and the bytes that a sync moves."""
+    """Write what was found there as one HTML page, which needs no network: a table of the engine's ranks and layers, and
+    of a whole run the memory of the fullest GPU."""
     against: str = ""
     """A release of SGLang, such as 0.5.17: ask it too, with the transformers that it asks for, and print what differs.
     It is installed as launch/bisect_versions.py does. Exit code 0: the same names are sent and arrive, though
@@ -109,9 +109,6 @@ class Options:
     """Ranks, and so GPUs, of each host of a whole run."""
     gpu_memory_gib: float = 140.0
     """Memory of one GPU of a whole run in GiB, that of an H200; 80 for an H100 or A100. Only of a whole run."""
-    network_gb_per_second: float = 0.0
-    """What one host receives over the network, in GB per second, to predict the seconds of a sync. 0: not known. Only
-    of a whole run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +175,6 @@ def check_numbers(options: Options, of_run: bool) -> None:
         raise ConfigError(f"--nnodes must be 0 (one engine alone) or more, got {options.nnodes}.")
     if not 0 < options.gpu_memory_gib < math.inf:
         raise ConfigError(f"--gpu-memory-gib must be above 0, such as 80, got {options.gpu_memory_gib:g}.")
-    if not 0 <= options.network_gb_per_second < math.inf:
-        given = f"got {options.network_gb_per_second:g}"
-        raise ConfigError(f"--network-gb-per-second must be above 0, or 0 if it is not known, {given}.")
     for name in OF_RUN if not of_run else ():
         if (value := getattr(options, name)) != getattr(Options, name):
             raise ConfigError(f"{_flag(name)} {value:g} is for a whole run; add --nnodes HOSTS, or leave it out.")

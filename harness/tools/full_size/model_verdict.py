@@ -6,7 +6,6 @@ imported.
 
 import importlib.metadata
 import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,18 +18,17 @@ from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.events import working
 from harness.tools.engine_class.absent_hardware import AssumedGpu
-from harness.tools.full_size import draft_model, ranks_at_true_size, whole_run
+from harness.tools.engine_class.draft_model import DraftModel, examine_draft, mtp_layout
+from harness.tools.engine_class.engine_answer import EngineAnswer, ask_engine
+from harness.tools.engine_class.engine_ranks import EngineRank, EngineShape, RankFailed
 from harness.tools.full_size.checkpoint_beside import CheckpointBeside, compare_checkpoint
-from harness.tools.full_size.draft_model import DraftModel
 from harness.tools.full_size.export_answer import ExportAnswer, ExportQuestion
 from harness.tools.full_size.exported_names import Export, call_function
-from harness.tools.full_size.findings import Findings, examine_names
+from harness.tools.full_size.gpu_stages import GpuMemory
 from harness.tools.full_size.model_and_options import Options, Question
-from harness.tools.full_size.name_lists import count_of
-from harness.tools.full_size.ranks_at_true_size import EngineRank, EngineShape
-from harness.tools.full_size.sync_plan import Rates
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class, trainer_names
-from harness.tools.full_size.whole_run import WholeRun
+from harness.tools.full_size.whole_run import gpu_memory, measure_trainer
+from harness.weights.findings import Finding, grouped, shown
 from harness.weights.fp8_checkpoint import write_quantized_model
 from harness.weights.fusing import fusing_groups
 from harness.weights.tensor_view import TensorView
@@ -55,24 +53,28 @@ class Answer:
     """What is sent: by transformers' class, or by the export of --names."""
     cannot_build: str = ""
     """SGLang's own words, if it cannot build the engine."""
-    ranks: tuple[EngineRank, ...] = ()
-    findings: Findings | None = None
+    engine: EngineAnswer | None = None
     """About the target model; None if the engine cannot be built."""
     draft: DraftModel | None = None
     checkpoint: CheckpointBeside | None = None
     """How a checkpoint beside config.json differs, if there is one."""
     exported: ExportAnswer | None = None
     """How the names of --names differ from what the engine expects, if they were asked about."""
-    whole: WholeRun | None = None
-    """The whole run, if it was asked about."""
+    memory: GpuMemory | None = None
+    """What the fullest GPU of a whole run holds, if it was asked about."""
     seconds: float = 0.0
     """What the ranks took, imports included."""
 
     @property
-    def problems(self) -> tuple[str, ...]:
-        """One sentence for each tensor that does not arrive, of the draft model too."""
-        of_checkpoint = self.checkpoint.problems if self.checkpoint else ()
-        return (*of_checkpoint, *(problem for each in self._all_findings() for problem in each.problems))
+    def ranks(self) -> tuple[EngineRank, ...]:
+        """Of the target model."""
+        return self.engine.ranks if self.engine else ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What does not arrive, of the draft model too, and how a checkpoint beside config.json differs."""
+        of_checkpoint = self.checkpoint.findings if self.checkpoint else ()
+        return (*of_checkpoint, *(each for model in self._models() for each in model.findings))
 
     @property
     def unfit(self) -> str:
@@ -82,44 +84,37 @@ class Answer:
     @property
     def untold(self) -> tuple[str, ...]:
         """Names that cannot be followed, of the draft model too."""
-        return tuple(name for each in self._all_findings() for name in each.untold)
+        return tuple(name for each in self._models() for name in each.untold)
 
     @property
     def passed_over(self) -> int:
         """How many names of --names the engine passes over as those of published checkpoints."""
-        return count_of(self.exported.lists.by_design) if self.exported else 0
+        return len(self.exported.lists.by_design) if self.exported else 0
 
     @property
     def code(self) -> int:
         """The exit code."""
         wrong_names = self.exported and self.exported.lists.wrong
-        unfitting = self.whole and not self.whole.memory.fits
-        return int(bool(self.cannot_build or self.unfit or self.problems or wrong_names or unfitting))
-
-    @property
-    def rates(self) -> Rates:
-        """What is known of the links' rates."""
-        network = self.options.network_gb_per_second * 1e9
-        return Rates(same_gpu=whole_run.GPU_RATE, nvlink=whole_run.NVLINK_RATE, network=network)
+        unfitting = self.memory and not self.memory.fits
+        return int(bool(self.cannot_build or self.unfit or self.findings or wrong_names or unfitting))
 
     @property
     def versions(self) -> dict[str, str]:
         return {package: importlib.metadata.version(package) for package in PACKAGES}
 
-    def verdict(self, shown: int = sys.maxsize) -> str:
-        """Return the verdict in one sentence. shown: how many problems a reader sees above it."""
+    def verdict(self) -> str:
+        """Return the verdict in one sentence."""
         if self.cannot_build:
             return f"the engine cannot be built: {self.cannot_build}"
         if self.exported and self.exported.lists.wrong:
             return self.exported.verdict(self.options.names)
-        if count := len(self.problems):
-            more = f", of which {shown} are shown" if count > shown else ""
+        if count := len(self.findings):
             whose = (
                 f"the names of {self.options.names}"
                 if self.exported
                 else "the trainer's weights, by the names that transformers' save_pretrained writes,"
             )
-            return f"{count} problem(s){more}: {whose} do not all arrive; first: {self.problems[0]}"
+            return f"{count} problem(s): {whose} do not all arrive; first: {grouped(self.findings)[0]}"
         if self.unfit:
             return f"the engine is built, but cannot serve: {self.unfit}"
         if self.exported and self.exported.without_shape:
@@ -132,11 +127,11 @@ class Answer:
         if self.passed_over and not self.untold:
             followed = f"every name ({told:,}) but {self.passed_over:,} that the engine passes over as it should"
         arrives = f"{followed} arrives whole, and every parameter of the engine is filled{self._draft_verdict()}"
-        if not self.whole:
+        if not self.memory:
             return arrives
-        if not self.whole.memory.fits:
-            return f"{arrives}, but the run does not fit its GPUs; first: {self.whole.memory.problems[0]}"
-        return f"{arrives}; {self.whole.memory.verdict()}"
+        if not self.memory.fits:
+            return f"{arrives}, but the run does not fit its GPUs; first: {self.memory.problems[0]}"
+        return f"{arrives}; {self.memory.verdict()}"
 
     @property
     def shape(self) -> EngineShape:
@@ -157,7 +152,7 @@ class Answer:
         """Yield what was built."""
         largest = max(self.ranks, key=lambda each: each.nbytes)
         yield (
-            f"engine: {len(self.ranks)} ranks, {largest.parameters:,} parameters and {largest.nbytes / 1e9:.2f} GB on rank"
+            f"engine: {len(self.ranks)} ranks, {len(largest.held):,} parameters and {largest.nbytes / 1e9:.2f} GB on rank"
             f" {largest.rank}; {_how_given(self.ranks, len(self.layout))}; {self.seconds:.1f} s, {_peak_gb():.2f} GB of memory"
             " for a process at most"
         )
@@ -172,25 +167,25 @@ class Answer:
             )
         yield from dict.fromkeys(note for each in self.ranks for note in each.notes)
         yield from self.checkpoint.notes if self.checkpoint else ()
-        if not self.findings:
+        if not self.engine:
             return
-        if self.findings.kv_cache_scales:
+        if self.engine.kv_cache_scales:
             yield (
                 "not filled, as published checkpoints lack them and SGLang sets them itself: scales of the attention's KV cache"
             )
-        if widened := self.findings.widened:
+        if widened := self.engine.widened:
             yield (
                 f"sent in fewer bits than the engine holds, so what the trainer rounds off is lost: {widened[0]};"
                 f" {len(widened)} such"
             )
-        if padding := self.findings.padding:
+        if padding := self.engine.padding:
             yield f"in every layer alike, as padding is: {padding[0]}; {len(padding)} such"
 
     def closing_lines(self) -> Iterator[str]:
         """Yield what is printed between the tables and the verdict."""
         yield from self.notes()
-        yield from (f"  {line}" for line in self.problems[:SHOWN])
-        if self.problems and self.unfit:
+        yield from (f"  {line}" for line in shown(grouped(self.findings), SHOWN))
+        if self.findings and self.unfit:
             yield f"  {self.unfit}"
         if self.untold:
             yield (
@@ -209,23 +204,24 @@ class Answer:
             "verdict": self.verdict(),
             "ranks": _ranks(self.ranks),
             "held": _held(self.ranks),
-            "problems": list(self.problems),
+            "problems": [str(each) for each in self.findings],
+            "findings": [each.table() for each in self.findings],
             "not_followed": list(self.untold),
         }
         if self.draft:
             table["draft"] = {
                 "sent": _names(self.draft.mtp),
-                "ranks": _ranks(self.draft.ranks),
+                "ranks": _ranks(self.draft.answer.ranks),
                 "filled_by_trainer": sorted(self.draft.filled_by_trainer),
             }
         if self.exported:
             table = {"names": self.exported.table(), **table}
-        if self.whole:
-            table["run"] = self.whole.table()
+        if self.memory:
+            table["run"] = self.memory.table()
         return table
 
-    def _all_findings(self) -> list[Findings]:
-        return [each for each in (self.findings, self.draft and self.draft.findings) if each]
+    def _models(self) -> list[EngineAnswer]:
+        return [each for each in (self.engine, self.draft and self.draft.answer) if each]
 
     def _draft_verdict(self) -> str:
         if not self.draft:
@@ -261,30 +257,26 @@ def _about_trainer(answer: Answer, dtype: torch.dtype) -> Answer:
     with working("building the trainer's class"):
         names = _names_sent(question, dtype)
     layout = names.layout
-    mtp = draft_model.mtp_layout(question.folder, layout) if question.has_draft else ()
+    mtp = mtp_layout(question.folder, layout) if question.has_draft else ()
     groups, shape = fusing_groups(layout), answer.shape
     answer = replace(answer, layout=layout, checkpoint=_checkpoint(question, names, dtype))
     print(answer.sent_line("as transformers' save_pretrained writes them"), flush=True)
     for line in question.passed_on.as_lines():
         print(line)
     with working("measuring the trainer's memory"):
-        peaks = whole_run.measure_trainer(question.folder, question.run, shape.processes) if question.run else {}
+        peaks = measure_trainer(question.folder, question.run, shape.processes) if question.run else {}
     try:
-        ranks, findings = examine_names(shape, groups, every_name=options.all_ranks, buffers=names.buffers)
-        draft = draft_model.examine_draft(shape, ranks, layout, mtp) if mtp else None
-    except ranks_at_true_size.RankFailed as error:
+        engine = ask_engine(shape, groups, every_name=options.all_ranks, buffers=names.buffers)
+        draft = examine_draft(shape, engine.ranks, layout, mtp) if mtp else None
+    except RankFailed as error:
         return replace(answer, cannot_build=str(error))
-    answer = replace(
-        answer, ranks=tuple(ranks), findings=findings, draft=draft, seconds=time.monotonic() - answer.started
-    )  # fmt: skip
+    answer = replace(answer, engine=engine, draft=draft, seconds=time.monotonic() - answer.started)
     print("\n".join(answer.engine_lines()))
     if not question.run:
         return answer
-    whole = whole_run.examine_run(
-        question.run, options.nproc_per_node, options.gpu_memory_gib, question.folder, names, groups, ranks, peaks
-    )
-    print("\n".join(whole.as_lines(options.gpu_memory_gib, answer.rates)))
-    return replace(answer, whole=whole)
+    memory = gpu_memory(question.run, options.gpu_memory_gib, names, groups, engine.ranks, peaks)
+    print("\n".join(memory.as_lines()))
+    return replace(answer, memory=memory)
 
 
 def _about_export(answer: Answer, export: Export | None, dtype: torch.dtype) -> Answer:
@@ -301,11 +293,10 @@ def _about_export(answer: Answer, export: Export | None, dtype: torch.dtype) -> 
     answer = replace(answer, layout=asked.export.views())
     try:
         found = asked.answer(answer.shape, answer.layout, options.all_ranks)
-    except ranks_at_true_size.RankFailed as error:
+    except RankFailed as error:
         return replace(answer, cannot_build=str(error))
     answer = replace(
-        answer, ranks=found.ranks, findings=found.findings, draft=found.draft, exported=found,
-        seconds=time.monotonic() - answer.started,
+        answer, engine=found.engine, draft=found.draft, exported=found, seconds=time.monotonic() - answer.started
     )  # fmt: skip
     print(
         "\n".join((*found.as_lines(), answer.sent_line(f"of {options.names}"), *asked.notes(), *answer.engine_lines()))
@@ -339,12 +330,12 @@ def total_gb(layout: Sequence[TensorView]) -> float:
 
 def _draft_lines(draft: DraftModel, with_names: bool) -> Iterator[str]:
     """Yield the lines about the draft model, and what a sync does for it. with_names: the names are an export's."""
-    largest = max(draft.ranks, key=lambda each: each.nbytes)
+    largest = max(draft.answer.ranks, key=lambda each: each.nbytes)
     filled = (
         f"{len(draft.filled_by_trainer)} of its parameters" if draft.filled_by_trainer else "none of its parameters"
     )
     yield (
-        f"draft model: {largest.built} on {len(draft.ranks)} ranks, {largest.parameters:,} parameters and"
+        f"draft model: {largest.built} on {len(draft.answer.ranks)} ranks, {len(largest.held):,} parameters and"
         f" {largest.nbytes / 1e9:.2f} GB on rank {largest.rank}, besides the target's embedding and head; given"
         f" {len(draft.mtp):,} names of the MTP layer" + ("" if with_names else ", as published checkpoints have them")
     )
@@ -391,4 +382,4 @@ def _held(ranks: Sequence[EngineRank]) -> list[dict[str, Any]]:
 
 
 def _ranks(ranks: Sequence[EngineRank]) -> list[dict[str, int]]:
-    return [{"rank": each.rank, "parameters": each.parameters, "bytes": each.nbytes} for each in ranks]
+    return [{"rank": each.rank, "parameters": len(each.held), "bytes": each.nbytes} for each in ranks]

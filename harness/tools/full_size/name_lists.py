@@ -4,17 +4,17 @@ What is expected is what the engine's own loaders read. So a name that they rena
 whoever gave it, and one that they ignore is not, whatever transformers calls it.
 """
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.tools.engine_class.engine_answer import OF_PARAMETERS, EngineAnswer
+from harness.tools.engine_class.engine_ranks import EngineRank
 from harness.tools.full_size.exported_names import dtype_name
-from harness.tools.full_size.findings import Findings
-from harness.tools.full_size.ranks_at_true_size import NO_LAYER, EngineRank, at_layer, by_layer, kind_of, layer_of
-from harness.weights.fusing import fusing_groups
-from harness.weights.tensor_view import NUMBER, TensorView, without_numbers
+from harness.weights.findings import Finding, Line, grouped, numbers_in, shown
+from harness.weights.layer_names import NO_LAYER, at_layer, layer_of
+from harness.weights.tensor_view import TensorView, without_numbers
 
 SHOWN = 12
 """How many lines of each list are printed; the JSON has all."""
@@ -25,79 +25,59 @@ Fills = Mapping[str, Collection[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """Names that differ in numbers alone and of which the same is said."""
-
-    names: tuple[str, ...]
-    about: str
-
-    def __str__(self) -> str:
-        like = f"; and {len(self.names) - 1:,} like it" if len(self.names) > 1 else ""
-        return f"{self.names[0]}: {self.about}{like}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the line as an entry of the JSON."""
-        return {"name": self.names[0], "count": len(self.names), "about": self.about}
-
-
-@dataclass(frozen=True, kw_only=True)
 class NameLists:
     """What an export has otherwise than the engine."""
 
-    unexpected: tuple[Line, ...] = ()
+    unexpected: tuple[Finding, ...] = ()
     """Sent and not expected."""
-    unsent: tuple[Line, ...] = ()
+    unsent: tuple[Finding, ...] = ()
     """Expected and not sent."""
-    misshapen: tuple[Line, ...] = ()
+    misshapen: tuple[Finding, ...] = ()
     """Of another shape, or of a dtype that loses bits."""
-    by_design: tuple[Line, ...] = ()
+    by_design: tuple[Finding, ...] = ()
     """What published checkpoints have too, and the engine passes over. It is no problem."""
 
     def __add__(self, other: "NameLists") -> "NameLists":
         """Return both: those of the target model, and of its draft model."""
-        return NameLists(
-            unexpected=self.unexpected + other.unexpected,
-            unsent=self.unsent + other.unsent,
-            misshapen=self.misshapen + other.misshapen,
-            by_design=self.by_design + other.by_design,
-        )
+        return NameLists(**{name: (*mine, *getattr(other, name)) for name, mine in vars(self).items()})
 
     @property
-    def titles(self) -> dict[str, tuple[Line, ...]]:
-        """The lists by what they are called."""
+    def wrong(self) -> tuple[Finding, ...]:
+        """What is in one of the three lists."""
+        return (*self.unexpected, *self.unsent, *self.misshapen)
+
+    def titles(self) -> dict[str, list[Line]]:
+        """Return the lists by what they are called."""
         return {
-            "sent and not expected": self.unexpected,
-            "expected and not sent": self.unsent,
-            "other shapes or dtypes": self.misshapen,
+            "sent and not expected": grouped(self.unexpected),
+            "expected and not sent": grouped(self.unsent),
+            "other shapes or dtypes": grouped(self.misshapen),
         }
-
-    @property
-    def wrong(self) -> tuple[Line, ...]:
-        """The lines of all three."""
-        return tuple(line for lines in self.titles.values() for line in lines)
 
     def as_lines(self) -> Iterator[str]:
         """Yield what is printed."""
-        for title, lines in self.titles.items():
-            more = f", of which {SHOWN} are shown" if len(lines) > SHOWN else ""
-            yield f"{title}: {f'{count_of(lines):,} name(s) of {len(lines)} kind(s){more}' if lines else 'none'}"
-            yield from (f"  {line}" for line in lines[:SHOWN])
-        for line in self.by_design:
+        for title, lines in self.titles().items():
+            yield f"{title}: {f'{count_of(lines):,} name(s) of {len(lines)} kind(s)' if lines else 'none'}"
+            yield from (f"  {line}" for line in shown(lines, SHOWN))
+        for line in self._passed_over():
             yield f"passed over by the engine, as it should: {line}"
 
     def table(self) -> dict[str, list[dict[str, Any]]]:
         """Return the lists for the JSON."""
-        named = {**self.titles, "passed over": self.by_design}
-        return {title.replace(" ", "_"): [line.as_json() for line in lines] for title, lines in named.items()}
+        named = {**self.titles(), "passed over": self._passed_over()}
+        return {title.replace(" ", "_"): [line.table() for line in lines] for title, lines in named.items()}
+
+    def _passed_over(self) -> list[Line]:
+        return grouped(self.by_design, alike=lambda name: "")
 
     def counts(self) -> str:
         """Return how many names are wrong, list by list."""
-        return ", ".join(f"{count_of(lines):,} {title}" for title, lines in self.titles.items() if lines)
+        return ", ".join(f"{count_of(lines):,} {title}" for title, lines in self.titles().items() if lines)
 
 
 def count_of(lines: Iterable[Line]) -> int:
     """Return how many names lines have."""
-    return sum(len(line.names) for line in lines)
+    return sum(line.count for line in lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,56 +91,46 @@ class Expected:
     without_shape: Collection[str] = ()
     """Names of the export of which no shape is known: they are only taken or not."""
 
-    def other_sizes(self, sent: Iterable[TensorView]) -> dict[str, str]:
-        """Return the names that have more or fewer elements than transformers' class has -> what is said of them.
+    def has_other_size(self, view: TensorView) -> bool:
+        """Return whether a tensor has more or fewer elements than transformers' class has.
 
         Not every loader complains: gpt-oss's fills what it can of half a bias, and leaves the rest as padding.
         """
-        known = {view.name: (view, self.tensors[view.name]) for view in sent if view.name in self.tensors}
-        return {
-            name: f"sent as {list(view.shape)}, expected {list(due.shape)}"
-            for name, (view, due) in known.items()
-            if view.numel != due.numel and name not in self.by_design
-        }
+        due = self.tensors.get(view.name)
+        return bool(due and view.numel != due.numel and view.name not in self.by_design)
 
 
-def lists_of(
-    sent: Sequence[TensorView], ranks: Sequence[EngineRank], findings: Findings, expected: Expected, fills: Fills
-) -> NameLists:
+def lists_of(sent: Sequence[TensorView], answer: EngineAnswer, expected: Expected, fills: Fills) -> NameLists:
     """Return the lists for what was given to the ranks of an engine."""
-    alike = _Alike.of(sent, ranks)
-    refused = {name: error for names, error in findings.refused.items() for name in names.split(", ")}
-    no_such = {
-        name for name, error in refused.items() if error.startswith(UNKNOWN_NAME) and name not in expected.tensors
-    }
-    unread = alike.whole({name: "no rank's loader reads it" for name in findings.unread})
-    passed_over = [(name, expected.by_design[name]) for name in unread if name in expected.by_design]
-    unread = {name: said for name, said in unread.items() if name not in expected.by_design}
-    said_of = {name: f"the loader refuses it: {refused[name]}" for name in no_such}
-    unread |= alike.whole(said_of) | {view.name: said_of[view.name] for view in sent if view.name in said_of}
-    wrong_shape = {name: f"the loader refuses it: {refused[name]}" for name in refused.keys() - no_such}
-    for sentence in findings.misfits:
-        names, _, about = sentence.partition(": ")
-        wrong_shape |= {name: about for name in names.split(", ") if name not in wrong_shape}
     views = {view.name: view for view in sent}
-    wrong_shape = {
-        name: about for name, about in alike.whole(wrong_shape).items() if name not in expected.without_shape
-    }
-    wrong_shape = expected.other_sizes(view for view in sent if view.name not in unread) | wrong_shape
-    lost = {*wrong_shape, *unread, *expected.without_shape}
-    unfilled = _unfilled(views, findings.lacking, alike, expected, fills, lost)
+    about = [each for each in answer.findings if each.kind not in OF_PARAMETERS]
+    found = {name: each for each in reversed(about) for name in each.every if name in views}
+    unexpected, misshapen = [], []
+    for name, view in views.items():
+        each, form = found.get(name), "" if name in expected.without_shape else f"{_form(view)}, "
+        error = str(each.counts["error"]) if each and each.kind == "refused" else ""
+        if each and _is_unread(each):
+            unexpected.append(Finding(kind="unread", tensor=name, counts={"form": form}))
+        elif error.startswith(UNKNOWN_NAME) and name not in expected.tensors:
+            unexpected.append(Finding(kind="no such name", tensor=name, counts={"form": form, "error": error}))
+        elif (each and name not in expected.without_shape) or expected.has_other_size(view):
+            misshapen.append(_misshapen(view, expected.tensors.get(name), each.about if each else ""))
+    passed_over = {name for each in answer.passed_over if _is_unread(each) for name in each.every} & views.keys()
+    lost = {each.tensor for each in (*unexpected, *misshapen)} | {*expected.without_shape}
     return NameLists(
-        unexpected=tuple(grouped((name, f"{_shape(views[name], expected)}{about}") for name, about in unread.items())),
-        by_design=tuple(grouped(passed_over, kind=lambda name: "")),
-        unsent=tuple(grouped(unfilled.items())),
-        misshapen=tuple(
-            grouped(
-                (name, _unlike(views[name], expected.tensors.get(name), about))
-                for name, about in wrong_shape.items()
-                if name in views
-            )
+        unexpected=tuple(unexpected),
+        unsent=tuple(_unfilled(views, answer, expected, fills, lost)),
+        misshapen=tuple(misshapen),
+        by_design=tuple(
+            Finding(kind="passed over", tensor=name, counts={"why": expected.by_design[name]})
+            for name in views
+            if name in passed_over
         ),
     )
+
+
+def _is_unread(each: Finding) -> bool:
+    return each.kind == "unknown" or (each.kind == "read in part" and not each.counts["read"])
 
 
 def fills_of(ranks: Iterable[EngineRank]) -> dict[str, set[str]]:
@@ -173,91 +143,41 @@ def fills_of(ranks: Iterable[EngineRank]) -> dict[str, set[str]]:
     return found
 
 
-def grouped(found: Iterable[tuple[str, str]], kind: Callable[[str], str] = without_numbers) -> Iterator[Line]:
-    """Yield one line for all names of a kind of which the same is said, by (name, what is said of it)."""
-    groups: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
-    for name, about in found:
-        groups[kind(name), re.sub(r"(?<=\.)\d+(?=\.)", "*", about)].append((name, about))
-    for members in groups.values():
-        members.sort(key=lambda member: [int(number) for number in NUMBER.findall(member[0])])
-        yield Line(names=tuple(name for name, _ in members), about=members[0][1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Alike:
-    """Which layers stand for which, so that what is said of one can be said of all."""
-
-    sent: Sequence[TensorView]
-    stands: Mapping[int, int]
-    """Decoder layer -> the layer that tells of it."""
-
-    @classmethod
-    def of(cls, sent: Sequence[TensorView], ranks: Sequence[EngineRank]) -> "_Alike":
-        """Find for each layer that no rank told of the nearest one before it that was of the same kind."""
-        kinds = {layer: kind_of(members) for layer, members in by_layer(fusing_groups(sent)).items()}
-        told = frozenset[int]().union(*(each.layers for each in ranks))
-        odd = frozenset[int]().union(*(each.odd for each in ranks))
-        silent = frozenset[int]().union(*(each.held_layers for each in ranks)) - told
-        stands = {}
-        for layer, kind in kinds.items():
-            before = [each for each in told if each < layer and each not in odd and kinds.get(each) == kind]
-            stands[layer] = max(before) if layer in silent and before else layer
-        return cls(sent=sent, stands=stands)
-
-    def whole(self, said: Mapping[str, str]) -> dict[str, str]:
-        """Return what is said of the names of all layers, in the order in which they are sent."""
-        found = {}
-        for view in self.sent:
-            layer = layer_of(view.name)
-            name = at_layer(view.name, self.stands.get(layer, layer)) if layer != NO_LAYER else view.name
-            if name in said:
-                found[view.name] = said[name].replace(name, view.name)
-        return found
-
-    def layers(self, parameter: str) -> list[int]:
-        """Return the layers of which a parameter tells; none if it is of no layer."""
-        layer = layer_of(parameter)
-        return [] if layer == NO_LAYER else [layer, *(each for each, of in self.stands.items() if of == layer != each)]
-
-
 def _unfilled(
-    sent: Mapping[str, TensorView],
-    lacking: Mapping[str, str],
-    alike: _Alike,
-    expected: Expected,
-    fills: Fills,
-    lost: Collection[str],
-) -> dict[str, str]:
-    """Return the name that would fill an unfilled parameter, or the parameter itself where none is known -> what is
-    said of it.
+    sent: Mapping[str, TensorView], answer: EngineAnswer, expected: Expected, fills: Fills, lost: Collection[str]
+) -> Iterator[Finding]:
+    """Yield the names that would fill an unfilled parameter, or the parameter itself where none is known.
 
     lost: names that do not arrive, which tell by themselves what they leave unfilled, or of which no shape is known.
     """
     of_pattern: dict[str, list[str]] = defaultdict(list)
     for name in expected.tensors or sent:
         of_pattern[without_numbers(name)].append(name)
-    found: dict[str, str] = {}
-    for parameter, said in lacking.items():
-        patterns, layers = fills.get(without_numbers(parameter), ()), alike.layers(parameter)
+    told: set[str] = set()
+    for lacking in answer.of_kinds(*OF_PARAMETERS):
+        parameter, layer = lacking.tensor, layer_of(lacking.tensor)
+        layers = [] if layer == NO_LAYER else [layer, *lacking.layers]
+        patterns = fills.get(without_numbers(parameter), ())
         names = [name for pattern, members in of_pattern.items() if pattern in patterns for name in members]
         if not expected.tensors:  # those of other layers tell what this one lacks
             of_one = dict.fromkeys(at_layer(name, 0) for name in names)
             names = [at_layer(name, layer) for name in of_one for layer in layers] or names
         names = [name for name in names if _is_of(name, parameter, layers)]
         due = [name for name in names if name not in sent]
-        for name in due:
+        for name in (each for each in due if each not in told):
             view = expected.tensors.get(name)
-            found.setdefault(name, f"{_form(view)}, fills {parameter}" if view else f"fills {parameter}")
-        if not due and not any(name in lost for name in names):
-            found[parameter] = said
-    return found
+            counts = {"form": f"{_form(view)}, " if view else "", "into": parameter}
+            yield Finding(kind="unsent", tensor=name, counts=counts)
+        if not due and parameter not in told and not any(name in lost for name in names):
+            yield lacking
+        told |= {*due, parameter}
 
 
 def _is_of(name: str, parameter: str, layers: Collection[int]) -> bool:
     """Return whether a name has the numbers of a parameter, or of one that it tells of."""
-    own, numbers = NUMBER.findall(parameter), NUMBER.findall(name)
+    own, numbers = numbers_in(parameter), numbers_in(name)
     if layers and own and numbers:
-        return int(numbers[0]) in layers and numbers[1 : len(own)] == own[1:]
+        return numbers[0] in layers and numbers[1 : len(own)] == own[1:]
     return numbers[: len(own)] == own
 
 
@@ -265,15 +185,13 @@ def _form(view: TensorView) -> str:
     return f"{dtype_name(view.dtype)} {list(view.shape)}"
 
 
-def _shape(view: TensorView, expected: Expected) -> str:
-    return "" if view.name in expected.without_shape else f"{_form(view)}, "
-
-
-def _unlike(sent: TensorView, expected: TensorView | None, about: str) -> str:
+def _misshapen(sent: TensorView, expected: TensorView | None, about: str) -> Finding:
     """Return how a tensor differs from what transformers' class has, or else what the loaders say of it."""
     if expected is None or sent.shape == expected.shape:
-        return f"{list(sent.shape)}, {about}" if about.startswith("sent as") else f"{_form(sent)}, {about}"
-    return f"sent as {_form(sent)}, expected {_form(expected)}{_relation(sent.shape, expected.shape)}"
+        return Finding(kind="misshapen", tensor=sent.name, counts={"sent": _form(sent), "why": about})
+    relation = _relation(sent.shape, expected.shape)
+    counts = {"sent": _form(sent), "expected": _form(expected), "relation": relation}
+    return Finding(kind="other form", tensor=sent.name, counts=counts)
 
 
 def _relation(sent: tuple[int, ...], expected: tuple[int, ...]) -> str:

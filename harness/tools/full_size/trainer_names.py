@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -60,42 +59,15 @@ class TrainerNames:
             found[view.of] = RowShards(rows, elements // max(rows, 1), ranks if is_sharded else 1)
         return found
 
-    def held(self, master: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype in which the trainer holds each tensor that is sent. master: of its parameters.
-
-        What a sync quantizes is held as it is sent: a copy of it, beside the parameters.
+    def copy_bytes(self, shards: Mapping[str, RowShards]) -> int:
+        """Return the bytes of quantized weights and their scales that trainer rank 0, which has most, keeps between
+        syncs. shards: as `shards` returns them.
         """
-        copied = self._copied()
-        return {name: copied.get(name) or held_dtype(each, master) for name, each in self.tensors.items()}
-
-    def copy_bytes(self, ranks: int) -> list[int]:
-        """Return for each trainer rank the bytes of its quantized weights and their scales, which it keeps between
-        syncs.
-        """
-        shards, per_row = self.shards(ranks), Counter[RowShards]()
-        for name, dtype in self._copied().items():
-            per_row[shards[name]] += shards[name].row_elements * dtype.itemsize
-        return [
-            sum(len(each.rows_of(rank if each.ranks > 1 else 0)) * nbytes for each, nbytes in per_row.items())
-            for rank in range(ranks)
-        ]
-
-    def _copied(self) -> dict[str, torch.dtype]:
-        """Return the tensors that a sync makes, by name: quantized weights and scales."""
-        if not self.scales:
-            return {}
-        return {
+        made = {
             view.of: view.dtype for view in self.layout if view.of in self.scales or scale_name(view.of) in self.scales
         }
-
-
-def held_dtype(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the trainer holds a tensor: buffers, such as a router's correction bias, keep full
-    precision.
-    """
-    if isinstance(tensor, torch.nn.Parameter):
-        return master
-    return torch.float32 if tensor.is_floating_point() else tensor.dtype
+        rows = {name: len(shards[name].rows_of(0)) * shards[name].row_elements for name in made}
+        return sum(count * made[name].itemsize for name, count in rows.items())
 
 
 def trainer_layout(folder: Path, dtype: torch.dtype) -> tuple[TensorView, ...]:

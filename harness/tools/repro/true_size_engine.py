@@ -97,20 +97,20 @@ def check_engine(
     because the groups are a part of the checkpoint. draft: build the draft model of speculative decoding instead.
     arguments: SGLang's server arguments. Exit with 1 if something does not arrive, or if SGLang cannot build a rank.
     """
-    from harness.tools.full_size.findings import examine_names
-    from harness.tools.full_size.ranks_at_true_size import EngineShape, RankFailed
+    from harness.tools.engine_class.engine_answer import ask_engine
+    from harness.tools.engine_class.engine_ranks import EngineShape, RankFailed
 
     shape = EngineShape(
         folder=folder, arguments={"tp_size": tp, "dtype": "bfloat16", **arguments}, tp=tp, pp=1, draft=draft
     )
     try:
-        ranks, found = examine_names(shape, groups, every_name=True)
+        found = ask_engine(shape, groups, every_name=True)
     except RankFailed as error:
         sys.exit(f"the engine cannot be built: {error}")
     if not groups:
-        print(f"SGLang builds all {len(ranks)} ranks")
+        print(f"SGLang builds all {len(found.ranks)} ranks")
         return
-    problems = [each for each in found.problems if re.search(about, each.partition(":")[0])]
+    problems = [each for each in found.findings if re.search(about, each.tensor)]
     for problem in problems[:SHOWN]:
         print(problem)
     if problems:

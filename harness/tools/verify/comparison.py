@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from harness.runtime.events import working
 from harness.tools.engine_class.checkpoint_headers import Stored
 from harness.tools.engine_class.held_tensors import HeldTensor
-from harness.tools.verify.rank_predictions import TARGET, RankPrediction
-from harness.tools.verify.server import ServerRank
+from harness.tools.verify.rank_predictions import RankPrediction
+from harness.tools.verify.server import TARGET, ServerRank
 from harness.tools.verify.values import CheckpointReader, Recipe, digest
 
 Engine = Mapping[tuple[str, int], RankPrediction]

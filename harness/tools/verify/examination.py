@@ -4,7 +4,6 @@ Import this file only after full_size's `prepare_import`, because torch and SGLa
 imported.
 """
 
-import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,18 +19,19 @@ from harness.rollout.sglang_api.probe import installed
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.events import working
 from harness.tools.engine_class.checkpoint_headers import Stored, read_headers
-from harness.tools.full_size.compare import ranges
-from harness.tools.full_size.findings import KV_CACHE_SCALES
-from harness.tools.full_size.ranks_at_true_size import NO_LAYER, layer_of
+from harness.tools.engine_class.engine_answer import KV_CACHE_SCALES
+from harness.tools.engine_class.engine_ranks import EngineShape, RankFailed
 from harness.tools.verify.comparison import UNKNOWN, UNTOLD, Compared, Engine, Tensor, Unpredicted, compare, tensors_of
 from harness.tools.verify.derived_tensors import Derived, look
 from harness.tools.verify.explanations import Explainer, sources_of
 from harness.tools.verify.http_api import shown
 from harness.tools.verify.question import SERVED, Options, is_sender, numbers_of
-from harness.tools.verify.rank_predictions import CannotPredict, EngineModels, layout_of, predict
+from harness.tools.verify.rank_predictions import layout_of, predict
 from harness.tools.verify.sender import write_checkpoint
 from harness.tools.verify.server import TARGET, Server, ServerRank
 from harness.tools.verify.verdict import Answer, Different
+from harness.weights.findings import ranges
+from harness.weights.layer_names import NO_LAYER, layer_of
 
 DECIDING = (
     "tp_size", "pp_size", "ep_size", "dp_size", "enable_dp_attention", "enable_dp_lm_head", "moe_dense_tp_size", "moe_dp_size",
@@ -65,21 +65,21 @@ class Asked:
     ranks: tuple[ServerRank, ...]
     """Those that are asked about, with the tensors that are."""
     stored: Mapping[str, Stored]
-    models: EngineModels
+    shape: EngineShape
 
     def predict(self, traced: Collection[int] | None = None) -> Engine:
         """Return what the ranks must hold. traced: as in rank_predictions.predict."""
         try:
             wanted = {(each.role, each.rank) for each in self.ranks}
-            return predict(self.models, layout_of(self.stored), wanted, traced)
-        except CannotPredict as error:
+            return predict(self.shape, layout_of(self.stored), wanted, traced)
+        except RankFailed as error:
             raise UnsupportedEnvironment(
                 f"sglang {installed('sglang').version()} cannot build what {self.server.url} serves from"
-                f" {self.models.folder}: {error}"
+                f" {self.shape.folder}: {error}"
             ) from error
 
     def compare(self, tensors: Sequence[Tensor]) -> tuple[list[Compared], int]:
-        return compare(tensors, self.stored, self.server.on_gpu, self.models.processes)
+        return compare(tensors, self.stored, self.server.on_gpu, self.shape.processes)
 
 
 def examine(options: Options, server: Server, key: str, folder: Path, scratch: Path) -> Answer:
@@ -93,12 +93,7 @@ def examine(options: Options, server: Server, key: str, folder: Path, scratch: P
         server=server,
         ranks=_ranks(server, options),
         stored=_stored("--weights", weights, options),
-        models=EngineModels(
-            folder=folder,
-            arguments=_arguments(server),
-            on_gpu=server.on_gpu,
-            processes=len(os.sched_getaffinity(0)),
-        ),
+        shape=_shape(server, folder),
     )
     with seconds.taken_by("prediction"):
         engine = asked.predict()
@@ -137,9 +132,7 @@ def examine(options: Options, server: Server, key: str, folder: Path, scratch: P
         unpredicted=others,
         # A rank that is not asked about, such as one of the next pipeline stage, may take them.
         ignored=() if server.missing or options.ranks else _ignored_by_all(engine),
-        refused=tuple(
-            dict.fromkeys(f"{name}: {said}" for each in engine.values() for name, said in each.refused.items())
-        ),
+        refused=tuple({str(said): said for each in engine.values() for said in each.refused}.values()),
         part=_part(options),
         unseen=unseen,
         computed=derived.sentence,
@@ -237,6 +230,13 @@ def _arguments(server: Server) -> dict[str, Any]:
     }
 
 
+def _shape(server: Server, folder: Path) -> EngineShape:
+    """Return the server's engine. folder: with config.json."""
+    arguments = _arguments(server)
+    tp, pp = (arguments.get(name) or 1 for name in ("tp_size", "pp_size"))
+    return EngineShape(folder=folder, arguments=arguments, tp=tp, pp=pp, on_gpu=server.on_gpu)
+
+
 def _check_names(asked: Asked, engine: Engine, known: int, others: Unpredicted, weights: str) -> None:
     """Raise ConfigError if the names show that the weights are of another model than the server's.
 
@@ -251,7 +251,10 @@ def _check_names(asked: Asked, engine: Engine, known: int, others: Unpredicted, 
 
 def _check_that_names_are_taken(asked: Asked, engine: Engine, weights: str) -> None:
     """Raise ConfigError if each rank's loaders ignore or refuse every name."""
-    if all({*asked.stored} <= {*each.ignored, *each.refused} for each in engine.values()):
+    if all(
+        {*asked.stored} <= {*each.ignored, *(name for said in each.refused for name in said.every)}
+        for each in engine.values()
+    ):
         raise ConfigError(
             f"none of the {len(asked.stored)} names in {weights} is one that the server's class takes; first:"
             f" {shown(next(iter(asked.stored)))}. Give the names that checkpoints of the model have."

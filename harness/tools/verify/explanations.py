@@ -15,7 +15,6 @@ import torch
 
 from harness.tools.engine_class.checkpoint_headers import Stored
 from harness.tools.engine_class.held_tensors import Place
-from harness.tools.full_size.compare import ranges
 from harness.tools.verify.comparison import Compared, Made
 from harness.tools.verify.mistakes import (
     Changed,
@@ -31,6 +30,7 @@ from harness.tools.verify.mistakes import (
     whole,
 )
 from harness.tools.verify.values import CheckpointReader, Recipe, Source, digest
+from harness.weights.findings import ranges
 from harness.weights.tensor_view import TensorView
 
 TENSOR_SECONDS, ALL_SECONDS = 60.0, 600.0

@@ -1,18 +1,17 @@
 """What was found out about a server: the lines that are printed, the verdict, and the table that --json writes."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.tools.full_size.compare import in_groups, ranges
-from harness.tools.full_size.findings import KV_CACHE_SCALES
-from harness.tools.full_size.ranks_at_true_size import layer_of
+from harness.tools.engine_class.engine_answer import KV_CACHE_SCALES
 from harness.tools.verify.comparison import NOTHING, UNTOLD, Compared, Unpredicted
 from harness.tools.verify.explanations import called_ranks
-from harness.tools.verify.mistakes import called, grouped
+from harness.tools.verify.mistakes import called
+from harness.tools.verify.mistakes import grouped as by_kind
 from harness.tools.verify.rank_predictions import IN_PART
 from harness.tools.verify.server import TARGET, Server
+from harness.weights.findings import Finding, grouped, ranges, shown
 
 SHOWN = 12
 """How many lines of each kind are printed; the JSON has all."""
@@ -43,28 +42,13 @@ class Different:
         of = f" of DP replica{'s' * (len(replicas) > 1)} {ranges(replicas)}" if replicas else ""
         return called_ranks(self.ranks) + of
 
-    def reason(self) -> str:
-        """Return on which ranks it differs, and why."""
-        return f"differs on {self.place}: {self.why or 'cause unknown'}"
-
-    def sentence(self) -> str:
-        """Return the reason, and what fills the tensor."""
-        filled = ", ".join(map(called, grouped(self.sources).values()))
-        return f"{self.reason()} (filled from {filled})" if filled else self.reason()
-
-
-def sentences(different: Sequence[Different]) -> list[str]:
-    """Return one sentence for all tensors of which the same can be said but for the number of their layer."""
-    alike: dict[str, list[Different]] = {}
-    for each in different:
-        said, layer = f"{each.label} {each.sentence()}", layer_of(each.compared.tensor.name)
-        alike.setdefault(re.sub(rf"(?<=\.)(layers|h|blocks)\.{layer}(?=\.)", r"\1.*", said), []).append(each)
-    return [f"{group[0].label} {group[0].sentence()}{_also_in(group[1:])}" for group in alike.values()]
-
-
-def _also_in(others: Sequence[Different]) -> str:
-    layers = sorted(layer_of(each.compared.tensor.name) for each in others)
-    return f"; also in layer{'s' * (len(layers) > 1)} {ranges(layers)}" if layers else ""
+    @property
+    def finding(self) -> Finding:
+        """On which ranks it differs, why, and what fills it."""
+        filled = ", ".join(map(called, by_kind(self.sources).values()))
+        counts = {"place": self.place, "why": self.why or "cause unknown"}
+        counts["filled"] = f" (filled from {filled})" if filled else ""
+        return Finding(kind="differs", tensor=self.label, ranks=tuple(self.ranks), counts=counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +68,8 @@ class Answer:
     unpredicted: Unpredicted
     ignored: tuple[str, ...]
     """Checkpoint names that the server's class ignores."""
-    refused: tuple[str, ...]
-    """Sentences on checkpoint tensors that its loader refuses."""
+    refused: tuple[Finding, ...]
+    """Checkpoint tensors that its loader refuses."""
     part: str
     """What was left out by --ranks and --layers, as a phrase, or ""."""
     unseen: tuple[str, ...]
@@ -129,15 +113,15 @@ class Answer:
         """Yield the lines above the verdict."""
         yield from self.notes
         if self.refused:  # of what these fill nothing is known
-            yield from _some([f"{self.weights}: {each}" for each in self.refused])
+            yield from shown([f"{self.weights}: {each}" for each in self.refused], SHOWN)
             return
-        yield from _some(sentences(self.different))
-        for reason, names in self.unpredicted.items():
-            title = f"not compared, as {reason}"
-            yield from _some([f"{title}: {line}" for line in _grouped(names)])
-        yield from _some([f"ignored by the server's class: {line}" for line in _grouped(self.ignored)])
+        yield from shown(grouped(each.finding for each in self.different), SHOWN)
+        named: dict[str, Sequence[str]] = {f"not compared, as {why}": names for why, names in self.unpredicted.items()}
+        named |= {"ignored by the server's class": self.ignored, "no checker sees": self.unseen}
+        for title, names in named.items():
+            lines = grouped(Finding(kind="named", tensor=name) for name in names)
+            yield from shown([f"{title}: {line}" for line in lines], SHOWN)
         if self.unseen:
-            yield from _some([f"no checker sees: {line}" for line in _grouped(self.unseen)])
             yield f"what the server computes with those: {self.computed or 'not asked, as others differ already'}"
 
     def verdict(self) -> str:
@@ -161,7 +145,7 @@ class Answer:
                 )
             return (
                 f"{len(self.different)} of {self.compared} tensors of {where} are not what {self.weights} says; first:"
-                f" {first.label} {first.reason()}"
+                f" {first.finding}"
             )
         all_ranks = sum(each.role == TARGET for each in self.server.ranks) + len(self.server.missing)
         ranks = f"{self.ranks} of {all_ranks} rank{'s' * (all_ranks > 1)}"
@@ -200,17 +184,8 @@ class Answer:
             "not_compared": self.unpredicted,
             "adapters": self.server.adapters,
             "ignored": self.ignored,
-            "refused": self.refused,
+            "refused": list(map(str, self.refused)),
             "no_checker_sees": self.unseen,
             "computed": self.computed,
             "seconds": self.seconds,
         }
-
-
-def _grouped(names: Sequence[str]) -> list[str]:
-    return [each.removesuffix(": ").replace(":  (", " (") for each in in_groups((name, "") for name in names)]
-
-
-def _some(lines: list[str]) -> list[str]:
-    more = [f"... and {len(lines) - SHOWN} more lines like these"] if len(lines) > SHOWN else []
-    return lines[:SHOWN] + more

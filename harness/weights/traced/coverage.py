@@ -35,8 +35,8 @@ class LoadCoverage:
     """The copies of each group."""
     unknown: list[str] = field(default_factory=list)
     """Checkpoint names that the loader ignores."""
-    errors: dict[str, str] = field(default_factory=dict)
-    """Checkpoint name, or names joined by commas -> what the loader raised."""
+    errors: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """Checkpoint name, or names that only together are refused -> what the loader raised."""
     aimed: dict[str, str] = field(default_factory=dict)
     """Checkpoint name that the loader refuses -> the engine's tensor that it was about to fill, where that is seen."""
     opaque: list[str] = field(default_factory=list)

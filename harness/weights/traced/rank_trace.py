@@ -256,7 +256,7 @@ class LoaderTrace:
             found.derived_over += sorted({view.of for view in group.views if view.name in self.derived_over})
         found.missing = self._missing()
         if found.errors:
-            refused = [name for names in found.errors for name in names.split(", ")]
+            refused = [name for names in found.errors for name in names]
             excuse(found.missing, refused, found.copies)
             found.aimed = {name: name_of(self.aimed[name]) for name in refused if name in self.aimed}
         for first, second in written_twice(self.copies()):
@@ -288,7 +288,7 @@ class LoaderTrace:
 
     def _blame(
         self, group: FusingGroup, views: tuple[TensorView, ...], undone: UndoneWrites, error: str = ""
-    ) -> dict[str, str]:
+    ) -> dict[tuple[str, ...], str]:
         """Return those of some tensors of a group that the loader refuses, alone or together, and what it raises.
 
         They are halved again and again, as a group of experts has thousands. error: what it raises for all of them, if
@@ -296,27 +296,31 @@ class LoaderTrace:
         """
         error = error or self._raised(group, views, undone)
         if not error or len(views) == 1:
-            return {view.name: error for view in views if error}
+            return {(view.name,): error for view in views if error}
         half = len(views) // 2
         found = self._blame(group, views[:half], undone) | self._blame(group, views[half:], undone)
         if found:
             return found
         # Neither half alone: those without which it raises nothing.
-        together = [
+        together = tuple(
             view.name
             for view in views
             if not self._raised(group, tuple(each for each in views if each is not view), undone)
-        ]
-        return {", ".join(together or (view.name for view in views)): error}
+        )
+        return {together or tuple(view.name for view in views): error}
 
     def _raised(self, group: FusingGroup, views: tuple[TensorView, ...], undone: UndoneWrites) -> str:
         return self.trace_group(replace(group, views=views), undone).error
 
     def _trace_others(
-        self, group: FusingGroup, views: tuple[TensorView, ...], blamed: Mapping[str, str], undone: UndoneWrites
+        self,
+        group: FusingGroup,
+        views: tuple[TensorView, ...],
+        blamed: Mapping[tuple[str, ...], str],
+        undone: UndoneWrites,
     ) -> GroupTrace:
         """Return what the loader does with those of some tensors of a group that it does not refuse."""
-        refused = {name for names in blamed for name in names.split(", ")}
+        refused = {name for names in blamed for name in names}
         others = tuple(view for view in views if view.name not in refused)
         return self.trace_group(replace(group, views=others), undone) if others else GroupTrace(())
 

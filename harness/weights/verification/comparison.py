@@ -72,7 +72,7 @@ def compare_fingerprints(
     wrong += _wrong_padding(loader, received)
     # A parameter may get memory of its own after the first sync, such as a tied head or that of a draft. Nothing fills
     # it then.
-    wrong += [each for each in unfilled_parameters(loader.coverage) if each not in loader.unfilled_at_first]
+    wrong += [each for each in map(str, unfilled_parameters(loader.coverage)) if each not in loader.unfilled_at_first]
     everyone = all_gather((wrong, [name for name in names if name not in compared]))
     left = dict.fromkeys(name for _, each in everyone for name in each)
     return FingerprintComparison(

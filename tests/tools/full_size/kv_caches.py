@@ -8,8 +8,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from harness.tools.engine_class.forks import in_forks
 from harness.tools.full_size.command import prepare_import
-from harness.tools.full_size.forks import in_forks
 
 folder, tp, pp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 prepare_import(folder)

@@ -158,7 +158,7 @@ def deepseek_v3(folder: Path, float8: Path) -> dict[str, list[str]]:
     mtp, target = list(mtp_layout(folder, layout)), examine(engine, fusing_groups(layout), every_name=False)
     for name, plant in DRAFT_FAULTS.items():
         draft = examine_draft(engine, target, layout, plant(mtp))
-        answers[name] = list(draft.findings.problems)
+        answers[name] = list(map(str, draft.answer.findings))
         assert not draft.filled_by_trainer
     return answers
 
@@ -200,9 +200,9 @@ def found(
     engine: "EngineShape", views: Sequence["TensorView"], every_name: bool = False, padded: bool = False
 ) -> list[str]:
     """Return the problems of one engine with these tensors. padded: its ranks, or the last one, hold padding."""
-    _, findings = examine_names(engine, fusing_groups(views), every_name=every_name)
-    assert bool(findings.padding) == padded, findings.padding
-    return list(findings.problems)
+    answer = ask_engine(engine, fusing_groups(views), every_name=every_name)
+    assert bool(answer.padding) == padded, answer.padding
+    return list(map(str, grouped(answer.findings)))
 
 
 if __name__ == "__main__":
@@ -212,10 +212,11 @@ if __name__ == "__main__":
     meta_model.prepare_import(folders[0], draft=True)
     import torch
 
-    from harness.tools.full_size.draft_model import examine_draft, mtp_layout
-    from harness.tools.full_size.findings import examine_names
-    from harness.tools.full_size.ranks_at_true_size import EngineShape, examine
+    from harness.tools.engine_class.draft_model import examine_draft, mtp_layout
+    from harness.tools.engine_class.engine_answer import ask_engine
+    from harness.tools.engine_class.engine_ranks import EngineShape, examine
     from harness.tools.full_size.trainer_names import trainer_layout
+    from harness.weights.findings import grouped
     from harness.weights.fusing import fusing_groups
     from harness.weights.tensor_view import TensorView
 

@@ -10,7 +10,8 @@ import pytest
 
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.bisection.installation import Environment
-from harness.tools.full_size.compare import Comparison, ask, compare, in_groups, lines_of, ranges
+from harness.tools.full_size.compare import Comparison, ask, compare, lines_of
+from harness.weights.findings import Finding, grouped, ranges
 from tests.tools.full_size.test_full_size import full_size, with_layers
 from tests.tools.full_size.test_releases import INSTALLED, NONE
 
@@ -28,7 +29,7 @@ def answer(sglang: str = "1.0") -> dict[str, Any]:
         "sent": sent | {"model.norm.weight": ["bfloat16", [4]]},
         "ranks": [{"rank": rank, "parameters": 4, "bytes": 2_000_000_000} for rank in (0, 1)],
         "held": [{"ranks": [0, 1], "parameters": held | {"model.norm.weight": ["bfloat16", [4]]}}],
-        "problems": [],
+        "findings": [],
         "not_followed": [],
     }
 
@@ -51,12 +52,10 @@ def test_a_name_that_only_one_trainer_sends_is_said_once_for_all_layers_and_expe
         table["sent"] = {name.replace("up_proj", "w3"): each for name, each in table["sent"].items()}
 
     found = compared(rename)
-    assert found.arrives == (
-        "model.layers.*.mlp.experts.*.up_proj.weight: sent only to sglang 1.0 with transformers 5, bfloat16 [8, 4]"
-        " (12 tensors, layers 0-2)",
-        "model.layers.*.mlp.experts.*.w3.weight: sent only to sglang 2.0 with transformers 5, bfloat16 [8, 4]"
-        " (12 tensors, layers 0-2)",
-    )
+    old, new = found.arrives
+    for line, name, release in ((old, "up_proj", "1.0"), (new, "w3", "2.0")):
+        assert line.startswith(f"model.layers.0.mlp.experts.0.{name}.weight: sent only to sglang {release} ")
+        assert line.endswith("bfloat16 [8, 4]; and 11 like it (layers 0-2)")
     assert found.verdict().startswith("VERDICT: what arrives differs between sglang 1.0")
 
 
@@ -67,24 +66,31 @@ def test_a_shape_that_is_sent_otherwise_differs_in_what_arrives() -> None:
     assert compared(wider).arrives == ("model.norm.weight: bfloat16 [4] -> float32 [4]",)
 
 
-def test_a_name_that_is_lost_in_the_newer_release_alone_is_named() -> None:
+def unknown(*names: str) -> list[dict[str, Any]]:
+    return [Finding(kind="unknown", tensor=name).table() for name in names]
+
+
+def test_a_name_that_is_lost_in_the_newer_release_alone_is_named_once_for_all_ranks() -> None:
     def lose(table: dict[str, Any]) -> None:
-        table["problems"] = [
-            f"model.layers.{n}.mlp.experts.{e}.up_proj.weight: the engine ignores it on engine rank {e}"
-            for n in (0, 2) for e in EXPERTS
+        counts = {"missing": 1, "elements": 2, "experts": 1}
+        table["findings"] = [
+            Finding(kind="expert lost", tensor=f"model.layers.{n}.w13_weight", ranks=(rank,), counts=counts).table()
+            for n in (0, 2) for rank in (2, 3)
         ]  # fmt: skip
 
-    assert compared(lose).arrives == (
-        "model.layers.*.mlp.experts.*.up_proj.weight: with sglang 2.0 with transformers 5 the engine ignores it on some"
-        " engine rank (8 tensors, layers 0, 2)",
+    [line] = compared(lose).arrives
+    assert line.startswith(
+        "with sglang 2.0 with transformers 5: model.layers.0.w13_weight: on engine rank 2, 3 nothing"
     )
+    assert line.endswith("; and 1 like it (layers 0, 2)")
 
 
 def test_a_name_that_is_lost_in_both_is_no_difference_and_one_that_arrives_again_is() -> None:
     older, newer = answer("1.0"), answer("2.0")
-    older["problems"] = ["model.norm.weight: ignored", "lm_head.weight: ignored"]
-    newer["problems"] = ["model.norm.weight: read twice"]
-    assert compare(older, newer).arrives == ("lm_head.weight: with sglang 1.0 with transformers 5 ignored",)
+    older["findings"] = unknown("model.norm.weight", "lm_head.weight")
+    newer["findings"] = [Finding(kind="twice", tensor="model.norm.weight", counts={"times": 2}).table()]
+    [line] = compare(older, newer).arrives
+    assert line.startswith("with sglang 1.0 with transformers 5: lm_head.weight: ")
 
 
 def test_a_name_that_cannot_be_followed_any_more_is_a_difference() -> None:
@@ -92,20 +98,17 @@ def test_a_name_that_cannot_be_followed_any_more_is_a_difference() -> None:
     assert found.arrives == ("model.norm.weight: cannot be followed with sglang 2.0 with transformers 5",)
 
 
-def test_parameters_that_differ_are_printed_with_their_ranks_and_bytes_and_do_not_matter_for_arriving() -> None:
+def test_parameters_that_differ_are_printed_with_their_ranks_and_do_not_matter_for_arriving() -> None:
     def pad(table: dict[str, Any]) -> None:
         held = table["held"][0]["parameters"]
         padded = {name: ["bfloat16", [4, 16, 4]] if "w13" in name else each for name, each in held.items()}
         table["held"] = [{"ranks": [0], "parameters": held}, {"ranks": [1], "parameters": padded}]
-        table["ranks"][1]["bytes"] = 2_500_000_000
 
     found = compared(pad)
     assert found.arrives == ()
-    assert found.holds == (
-        "model.layers.*.mlp.experts.w13_weight: bfloat16 [4, 8, 4] -> bfloat16 [4, 16, 4] (3 tensors, layers 0-2);"
-        " on engine ranks 1",
-        "bytes of parameters: 2.000 GB -> 2.500 GB; on engine ranks 1",
-    )
+    [line] = found.holds
+    assert line.startswith("model.layers.0.mlp.experts.w13_weight: bfloat16 [4, 8, 4] -> bfloat16 [4, 16, 4]")
+    assert line.endswith("; on engine ranks 1; and 2 like it (layers 0-2)")
     assert "their engines hold other parameters" in found.verdict()
 
 
@@ -126,10 +129,11 @@ def test_a_release_that_cannot_build_the_engine_differs_in_its_own_words() -> No
 
 def test_ranges_and_groups() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8" and ranges([]) == ""
-    assert list(in_groups([("a.1.b", "gone"), ("a.2.b", "gone"), ("a.3.b", "new")])) == [
-        "a.*.b: gone (2 tensors)",
-        "a.3.b: new",
-    ]
+    found = unknown("a.layers.1.b", "a.layers.2.b")
+    other = Finding(kind="twice", tensor="a.layers.3.b", counts={"times": 2})
+    alike, single = grouped([*map(Finding.of_table, json.loads(json.dumps(found))), other])
+    assert alike.count == 2 and alike.layers == [1, 2] and str(single) == str(other)
+    assert str(alike).startswith("a.layers.1.b: ") and str(alike).endswith("; and 1 like it (layers 1-2)")
 
 
 @pytest.mark.long

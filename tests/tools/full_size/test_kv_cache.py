@@ -31,7 +31,7 @@ def share(**changed: Any) -> EngineShare:
 
 def test_an_unknown_kv_cache_is_never_a_number() -> None:
     known, found = with_engine(share()), with_engine(share(kv_token=0, kv_unknown="it has a rule of its own"))
-    text = " ".join("\n".join(found.table_lines()).split())
+    text = " ".join("\n".join(found.as_lines()).split())
     assert "KV cache not known for this architecture (it has a rule of its own)" in text
     assert "bytes for each token" not in text and "room for" not in text
     assert "not known" in found.verdict()
@@ -51,7 +51,7 @@ def test_states_of_linear_attention_take_their_share_of_what_the_weights_leave()
     assert abs(parts[STATES] - left * 0.9 / 1.9) <= 1
     assert abs(parts[KV_CACHE] - left / 1.9) <= 10_000
     assert abs(found.kv_tokens - plain.kv_tokens / 1.9) <= 1
-    assert "0.9 times the KV cache" in " ".join("\n".join(found.table_lines()).split())
+    assert "0.9 times the KV cache" in " ".join("\n".join(found.as_lines()).split())
 
 
 def test_the_remedy_for_too_little_room_counts_the_states() -> None:

@@ -9,8 +9,8 @@ import pytest
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.command_line import read_known_options
+from harness.tools.engine_class.forks import Told, in_forks
 from harness.tools.full_size.command import run
-from harness.tools.full_size.forks import Told, in_forks
 from harness.tools.full_size.model_and_options import Options, Question, read_question
 from tests.tools.full_size.test_full_size import MODELS, full_size, with_layers
 
@@ -127,10 +127,8 @@ def test_a_config_with_a_draft_model_of_the_checkpoint_has_one_here(tmp_path: Pa
         ({"nnodes": 1, "nproc_per_node": 0}, "--nproc-per-node must be"),
         ({"nnodes": 1, "gpu_memory_gib": 0.0}, "--gpu-memory-gib must be above 0, such as 80, got 0"),
         ({"nnodes": 1, "gpu_memory_gib": float("nan")}, "--gpu-memory-gib must be above 0"),
-        ({"nnodes": 1, "network_gb_per_second": -1.0}, "--network-gb-per-second must be"),
         ({"gpu_memory_gib": 80.0}, "--gpu-memory-gib 80 is for a whole run; add --nnodes"),
         ({"nproc_per_node": 4}, "--nproc-per-node 4 is for a whole run; add --nnodes"),
-        ({"network_gb_per_second": 400.0}, "--network-gb-per-second 400 is for a whole run; add --nnodes"),
         ({"pp": 62}, "--pp 62 cannot work: the model has only 61 layers"),
         ({"model": "qwen3_30b_a3b", "tp": 6}, "attention heads cannot be divided"),
     ],

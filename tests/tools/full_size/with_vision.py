@@ -15,8 +15,8 @@ prepare_import(folder)
 import torch  # noqa: E402
 
 from harness.tools.engine_class import meta_model  # noqa: E402
-from harness.tools.full_size.findings import Findings  # noqa: E402
-from harness.tools.full_size.ranks_at_true_size import EngineShape, examine  # noqa: E402
+from harness.tools.engine_class.engine_answer import ask_engine  # noqa: E402
+from harness.tools.engine_class.engine_ranks import EngineShape  # noqa: E402
 from harness.tools.full_size.trainer_names import trainer_layout  # noqa: E402
 from harness.weights.fusing import fusing_groups  # noqa: E402
 
@@ -24,9 +24,10 @@ if __name__ == "__main__":
     meta_model.import_all(folder)
     arguments = {"tp_size": 2, "pp_size": 1, "ep_size": 1, "dtype": "bfloat16", "enable_multimodal": True}
     shape = EngineShape(folder=folder, arguments=arguments, tp=2, pp=1, processes=2)
-    ranks = examine(shape, fusing_groups(trainer_layout(folder, torch.bfloat16)), every_name=False)
+    answer = ask_engine(shape, fusing_groups(trainer_layout(folder, torch.bfloat16)))
+    ranks = answer.ranks
     found = {
-        "problems": Findings.of(ranks).problems,
+        "problems": list(map(str, answer.findings)),
         "notes": sorted({note for each in ranks for note in each.notes}),
         "held": sorted(ranks[0].held),
         "held_layers": sorted(ranks[0].held_layers),

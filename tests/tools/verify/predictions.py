@@ -19,13 +19,15 @@ def main(model: str, tp: int, ep: int) -> None:
         prepare_import(folder)
         from harness.tools.engine_class import meta_model
         from harness.tools.engine_class.checkpoint_headers import read_headers
-        from harness.tools.verify.rank_predictions import TARGET, EngineModels, layout_of, predict
+        from harness.tools.engine_class.engine_ranks import EngineShape
+        from harness.tools.verify.rank_predictions import layout_of, predict
+        from harness.tools.verify.server import TARGET
 
         meta_model.import_all(folder)
         arguments = {"tp_size": tp, "ep_size": ep, "dtype": "float32"}
-        models = EngineModels(folder=folder, arguments=arguments, on_gpu=False, processes=2)
+        shape = EngineShape(folder=folder, arguments=arguments, tp=tp, pp=1, on_gpu=False, processes=2)
         layout, wanted = layout_of(read_headers(folder)), [(TARGET, rank) for rank in range(tp)]
-        short, whole = (predict(models, layout, wanted, traced) for traced in ((), range(LAYERS)))
+        short, whole = (predict(shape, layout, wanted, traced) for traced in ((), range(LAYERS)))
         for key, prediction in whole.items():
             assert not prediction.like
             assert short[key].nbytes == prediction.nbytes
@@ -34,7 +36,8 @@ def main(model: str, tp: int, ep: int) -> None:
                 assert short[key].held(name) == prediction.held(name), name
             assert short[key].unfilled == prediction.unfilled
             print(key, len(prediction.nbytes), "tensors,", len(short[key].like), "by their like")
-        piped = EngineModels(folder=folder, arguments={"pp_size": 2, "dtype": "float32"}, on_gpu=False, processes=2)
+        arguments = {"pp_size": 2, "dtype": "float32"}
+        piped = EngineShape(folder=folder, arguments=arguments, tp=1, pp=2, on_gpu=False, processes=2)
         first, last = predict(piped, layout, [(TARGET, stage) for stage in range(2)]).values()
         assert not first.nbytes.keys() & last.nbytes.keys()
         assert first.nbytes.keys() | last.nbytes.keys() == whole[TARGET, 0].nbytes.keys()

@@ -19,7 +19,8 @@ from harness.tools.verify.mistakes import changes, exchanges, expert_pairs, runs
 from harness.tools.verify.rank_predictions import RankPrediction
 from harness.tools.verify.server import ServerRank
 from harness.tools.verify.values import bytes_of
-from harness.tools.verify.verdict import Different, sentences
+from harness.tools.verify.verdict import Different
+from harness.weights.findings import grouped
 from harness.weights.tensor_view import TensorView
 
 EXPERTS = 8
@@ -83,8 +84,9 @@ def of_layer(layer: int, expert: int) -> Different:
 
 
 def test_only_what_differs_in_its_layer_alone_is_one_sentence() -> None:
-    found = sentences([of_layer(1, 3), of_layer(2, 2), of_layer(4, 3), of_layer(5, 3)])
-    assert len(found) == 2 and found[0].endswith("; also in layers 4-5") and "experts.2.down_proj" in found[1]
+    different = [of_layer(1, 3), of_layer(2, 2), of_layer(4, 3), of_layer(5, 3)]
+    first, second = map(str, grouped(each.finding for each in different))
+    assert first.endswith("; and 2 like it (layers 1, 4-5)") and "experts.2.down_proj" in second
 
 
 def test_the_engine_that_differs_is_named_where_data_parallelism_has_several() -> None:

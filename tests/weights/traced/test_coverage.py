@@ -50,8 +50,8 @@ def test_unknown_unfilled_and_refused_tensors_are_named() -> None:
     assert found.filled.keys() == {"qkv", "q_and_kv_a", "kv_b", "gate", "scale"}
 
     found = traced(layout_of(SHAPES, SHAPES | {"gate": (4, 4), "k": (2, 3)}))
-    assert found.errors.keys() == {"gate", "k"}
-    assert found.errors["gate"] == "AssertionError: shapes differ" and "size" in found.errors["k"]
+    assert found.errors.keys() == {("gate",), ("k",)}
+    assert found.errors["gate",] == "AssertionError: shapes differ" and "size" in found.errors["k",]
     assert found.unknown == []
 
 
@@ -69,7 +69,7 @@ def test_an_error_that_tensors_raise_together_blames_these() -> None:
             super().load_weights(pairs)
 
     found = traced(layout_of(SHAPES), Picky())
-    assert found.errors == {"q, k": "ValueError: too many"}
+    assert found.errors == {("q", "k"): "ValueError: too many"}
 
 
 def test_of_the_parts_of_one_tensor_the_one_that_the_loader_refuses_is_blamed() -> None:
@@ -81,7 +81,7 @@ def test_of_the_parts_of_one_tensor_the_one_that_the_loader_refuses_is_blamed() 
                 raise ValueError("no such expert")
 
     parts = tuple(view_of(f"experts.{index}", (2, 3), of="experts", offset=6 * index) for index in range(2))
-    assert traced(parts, Refusing()).errors == {"experts.1": "ValueError: no such expert"}
+    assert traced(parts, Refusing()).errors == {("experts.1",): "ValueError: no such expert"}
 
 
 class PuttingInPlace(Toy):
@@ -107,7 +107,7 @@ def test_a_tensor_put_in_a_parameters_place_is_an_error_and_the_parameter_is_put
     before = model.down.data
     found = traced(layout_of(SHAPES), model)
     said = "it puts the tensor it is given in the place of its down instead of copying it"
-    assert found.errors == {"down": said}
+    assert found.errors == {("down",): said}
     assert model.down.data_ptr() == before.data_ptr()
     assert all(torch.equal(tensor, Toy().state_dict()[name]) for name, tensor in model.state_dict().items())
     assert "down" not in found.filled and missing(found) == {}  # not all can be told

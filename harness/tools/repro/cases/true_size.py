@@ -338,7 +338,7 @@ def mtp_draft_stale(broken: bool) -> None:
         import_sglang(folder, draft=True)
         import torch
 
-        from harness.tools.full_size.draft_model import mtp_layout
+        from harness.tools.engine_class.draft_model import mtp_layout
         from harness.tools.full_size.trainer_names import trainer_names
         from harness.weights.fusing import fusing_groups
 

@@ -10,44 +10,36 @@ is unlike it is given to all.
 
 import json
 import os
-import re
 import shutil
 import tempfile
-import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from harness.config.model_fields import WEIGHT_INDEX
+from harness.rollout.served_models import DRAFT, TARGET
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.engine_class import meta_model
 from harness.tools.engine_class.absent_hardware import AssumedGpu, is_for_hardware
+from harness.tools.engine_class.forks import ForkEnded, Told, in_forks
 from harness.tools.engine_class.meta_kv_cache import KvCache
-from harness.tools.full_size.forks import ForkEnded, Told, in_forks
-from harness.tools.full_size.ranks_in_line import RanksInLine
+from harness.tools.engine_class.meta_model import MetaRank
+from harness.tools.engine_class.ranks_in_line import RanksInLine
 from harness.weights.fusing import FusingGroup
+from harness.weights.layer_names import NO_LAYER, Layers, by_layer, kind_of, layer_of, without_layer
 from harness.weights.tensor_view import span
 from harness.weights.traced.coverage import LoadCoverage, LoaderCopy
 from harness.weights.traced.rank_trace import LoaderTrace
 from harness.weights.traced.undo import storage
 
-NO_LAYER = -1
-"""Stands for what is outside the decoder layers: the embedding, the last norm and the head."""
-DECODER_LAYER = re.compile(r"(?:^|(?<=\.))(layers|h|blocks)\.(\d+)(?=\.)")
-"""In a tensor's name: what the list of layers is called, and a number. h is GPT-2's and Falcon's, blocks DBRX's."""
-TOWER = re.compile(
-    r"(?:^|[._])(vision|visual|vit|vpm|image|video|audio|apm|speech|sound|projector|resampler|connector)(?:[._]|$)"
-)
-"""A prefix that matches belongs to a vision or audio tower, or to what joins it to the decoder. Its layers are no
-decoder layers."""
-Layers = Mapping[int, Sequence[FusingGroup]]
-Job = tuple["EngineShape", int, Layers, "Part"]
-"""The arguments of examine_rank."""
+T = TypeVar("T")
+ModelRank = tuple[str, int]
+"""Role of a model of an engine, and the rank that has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +63,9 @@ class RankFailed(Told):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRank:
-    """One rank of the engine."""
+    """One rank of the engine: what it holds, and what its loader did."""
 
     rank: int
-    parameters: int
-    """How many tensors are parameters."""
     nbytes: int
     """Bytes of the parameters."""
     held: dict[str, tuple[str, tuple[int, ...]]]
@@ -91,8 +81,8 @@ class EngineRank:
     layers: frozenset[int]
     """The layers whose groups these are, and those that it holds and for which nothing is sent. Of layers that are
     alike only one is here."""
-    alike: dict[int, int]
-    """Layer -> how many of the others that it holds are like it, and told by it."""
+    alike: dict[int, tuple[int, ...]]
+    """Layer -> the others that it holds which are like it, and told by it."""
     odd: frozenset[int]
     """Those of its layers that it treats unlike the first of their kind."""
     given: int
@@ -108,7 +98,6 @@ class EngineRank:
     """Its place among the ranks that share these experts."""
     untouched_experts: dict[str, int]
     """The engine's parameter -> how many of its experts nothing at all is written of."""
-    seconds: float
     kv_caches: dict[str, KvCache] = field(default_factory=dict)
     """The KV cache of one token by kind of kv_cache_dtype, see meta_kv_cache; none of a draft model."""
     notes: tuple[str, ...] = ()
@@ -130,6 +119,8 @@ class EngineShape:
     """How many ranks are built at the same time."""
     draft: bool = False
     """Build the draft model of speculative decoding, which only the last pipeline stage has."""
+    on_gpu: bool = True
+    """Build what a GPU holds; otherwise what SGLang's CPU mode does."""
 
     def stages(self) -> list[range]:
         """Return the ranks of each stage that has such a model."""
@@ -142,31 +133,6 @@ def examine(shape: EngineShape, groups: Iterable[FusingGroup], every_name: bool)
     UnsupportedEnvironment.
     """
     layers = by_layer(groups)
-    with _with_index(shape, layers) as shape:
-        return _examine(shape, layers, every_name)
-
-
-@contextmanager
-def _with_index(shape: EngineShape, layers: Layers) -> Iterator[EngineShape]:
-    """Give SGLang the index of a checkpoint that has what is sent, if its class of the model reads one and there is
-    none.
-
-    Llama 4 has a vision tower only if the index beside config.json names one. The folder of the model stays as it is.
-    """
-    if (shape.folder / WEIGHT_INDEX).exists() or not meta_model.reads_index(shape.folder):
-        yield shape
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        shutil.copyfile(shape.folder / "config.json", folder / "config.json")
-        names = {
-            view.name: "model.safetensors" for groups in layers.values() for group in groups for view in group.views
-        }
-        (folder / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
-        yield replace(shape, folder=folder)
-
-
-def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[EngineRank]:
     kinds = {layer: kind_of(members) for layer, members in layers.items()}
     stages = shape.stages()
     chosen = {stage: sorted({*stage} if every_name else {*stage[:2], *stage[-1:]}) for stage in stages}
@@ -175,16 +141,41 @@ def _examine(shape: EngineShape, layers: Layers, every_name: bool) -> list[Engin
         for stage in stages
         for number, rank in enumerate(chosen[stage])
     }
-    found = _in_processes(shape, layers, parts)
+    role = DRAFT if shape.draft else TARGET
+
+    def ask(parts: Mapping[int, Part]) -> dict[int, EngineRank]:
+        found = ask_ranks(shape, {(role, rank): part for rank, part in parts.items()}, layers, engine_rank)
+        return {rank: each for (_, rank), each in found.items()}
+
+    found = ask(parts)
     odd = {stage: frozenset().union(*(found[rank].odd for rank in chosen[stage])) for stage in stages}
     again = {stage: Part(kinds=kinds, odd=odd[stage]) for stage in stages}
     unlike = [stage for stage in stages if odd[stage] and not every_name]
-    found |= _in_processes(shape, layers, {rank: again[stage] for stage in unlike for rank in chosen[stage]})
+    found |= ask({rank: again[stage] for stage in unlike for rank in chosen[stage]})
     for stage in stages:
-        found |= _ranks_between([found[rank] for rank in chosen[stage]])
-    others = {rank: again[stage] for stage in stages for rank in stage if rank not in found}
-    found |= _in_processes(shape, layers, others)
+        found |= {each.rank: each for each in _ranks_between([found[rank] for rank in chosen[stage]])}
+    found |= ask({rank: again[stage] for stage in stages for rank in stage if rank not in found})
     return _with_layers_of_nobody([found[rank] for stage in stages for rank in stage], layers)
+
+
+@contextmanager
+def _with_index(shape: EngineShape, layers: Layers) -> Iterator[Path]:
+    """Yield the model's folder, or one with an index of what is sent too, if SGLang's class reads one and there is
+    none.
+
+    Llama 4 has a vision tower only if the index beside config.json names one. The folder of the model stays as it is.
+    """
+    if (shape.folder / WEIGHT_INDEX).exists() or not meta_model.reads_index(shape.folder):
+        yield shape.folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        shutil.copyfile(shape.folder / "config.json", folder / "config.json")
+        names = {
+            view.name: "model.safetensors" for groups in layers.values() for group in groups for view in group.views
+        }
+        (folder / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        yield folder
 
 
 def _part(kinds: Mapping[int, Any], number: int, sharing: int, every_name: bool) -> Part:
@@ -194,17 +185,15 @@ def _part(kinds: Mapping[int, Any], number: int, sharing: int, every_name: bool)
     return Part(kinds=kinds, number=number, of=sharing if number < sharing else 0, every=every_name)
 
 
-def _ranks_between(chosen: Sequence[EngineRank]) -> dict[int, EngineRank]:
-    """Return the ranks of a stage that differ from its first, second and last rank in their number alone, by rank."""
+def _ranks_between(chosen: Sequence[EngineRank]) -> Iterator[EngineRank]:
+    """Yield the ranks of a stage that differ from its first, second and last rank in their number alone."""
     if len(chosen) != 3 or len({_but_for_its_number(each) for each in chosen}) > 1:
-        return {}
+        return
     first = chosen[0]
     line = RanksInLine.of(first.groups, *map(_of_its_layers, chosen))
-    found = {}
     for rank in range(first.rank + 2, chosen[-1].rank) if line else ():
         if line and (coverage := line.at(rank - first.rank)):
-            found[rank] = replace(first, rank=rank, coverage=coverage, given=0, seconds=0.0)
-    return found
+            yield replace(first, rank=rank, coverage=coverage, given=0)
 
 
 def _of_its_layers(rank: EngineRank) -> LoadCoverage:
@@ -274,58 +263,6 @@ def _key(group: FusingGroup) -> tuple[str, str]:
     return group.views[0].name, group.views[0].of
 
 
-def filled_in_part(ranks: Sequence[EngineRank], target: Sequence[EngineRank] = ()) -> tuple[list[str], list[str]]:
-    """Return sentences on parameters that some ranks' loaders fill whole, and others do not: problems, and what looks
-    like padding.
-
-    Where sizes do not divide, the last ranks hold padding, in every layer alike. Under expert parallelism each rank
-    holds other experts, so one that is lost leaves a part of one rank unfilled. A whole expert is no padding. target:
-    the same ranks of the target model, if these are of its draft model, whose one layer has to be compared with the
-    target's.
-    """
-    problems: list[str] = []
-    padding: list[str] = []
-    key_of = last_names if target else without_layer
-    filled = {name for each in ranks for name, (missing, _) in each.coverage.missing.items() if not missing}
-    compared = {each.rank: each for each in target or ranks}
-    # If sizes do not divide, the last of the ranks that share experts may hold padding alone, but never the first.
-    first = [each for each in ranks if each.moe_tp_rank == 0]
-    lost = {(each.moe_ep_rank, name): count for each in first for name, count in each.untouched_experts.items()}
-    for each in ranks:
-        least: dict[str, int] = {}
-        for name, (missing, _) in compared[each.rank].coverage.missing.items():
-            least[key_of(name)] = min(missing, least.get(key_of(name), missing))
-        for name, (missing, elements) in each.coverage.missing.items():
-            if missing and name in filled:
-                sentence = (
-                    f"{name}: on engine rank {each.rank} nothing sent would fill {missing} of its {elements} elements"
-                )
-                if experts := lost.get((each.moe_ep_rank, name), 0):
-                    sentence += f": {experts} expert(s) whole"
-                is_problem = experts or missing > least.get(key_of(name), 0)
-                (problems if is_problem else padding).append(sentence)
-    return problems, padding
-
-
-def by_layer(groups: Iterable[FusingGroup]) -> dict[int, list[FusingGroup]]:
-    """Return the groups of each decoder layer, and of NO_LAYER."""
-    layers: dict[int, list[FusingGroup]] = defaultdict(list)
-    for group in groups:
-        layers[layer_of(group.views[0].name)].append(group)
-    return dict(sorted(layers.items()))
-
-
-def layer_of(name: str) -> int:
-    """Return the decoder layer of a tensor of the language model, by its name; NO_LAYER for any other."""
-    found = _decoder_layer(name)
-    return int(found[2]) if found else NO_LAYER
-
-
-def _decoder_layer(name: str) -> re.Match[str] | None:
-    found = DECODER_LAYER.search(name)
-    return found if found and not TOWER.search(name[: found.start()]) else None
-
-
 def layers_to_give(layers: Layers, held: Collection[int], part: Part) -> tuple[dict[int, int], list[int]]:
     """Return layer -> the layer that stands for it, for those whose names a rank is given; and those for which nothing
     is sent.
@@ -346,89 +283,100 @@ def layers_to_give(layers: Layers, held: Collection[int], part: Part) -> tuple[d
     return stands, sorted(set(held) - layers.keys())
 
 
-def kind_of(groups: Iterable[FusingGroup]) -> tuple[Any, ...]:
-    """Return what layers of one kind have in common: names, dtypes, shapes, and how they lie in the trainer's
-    tensors.
-    """
-    views = [view for group in groups for view in group.views]
-    return tuple((without_layer(view.name), str(view.dtype), view.shape, view.stride, view.offset) for view in views)
+@dataclass(frozen=True, kw_only=True)
+class TracedRank:
+    """One rank, in the process that built it, and its loader traced over its part of what is sent."""
+
+    shape: EngineShape
+    rank: int
+    built: MetaRank
+    gpu: AssumedGpu
+    shared: dict[str, str]
+    """"embedding" and "head" -> the parameter, if a target and its draft model share them."""
+    parameters: dict[str, torch.Tensor]
+    """Its own: a draft model is served the target's embedding and head."""
+    trace: LoaderTrace
+    coverage: LoadCoverage
+    layers: Layers
+    part: Part
+    stands: dict[int, int]
+    """Layer that it was given -> the one that stands for it."""
+    nothing_sent: list[int]
+    """Layers that it holds and for which nothing is sent."""
+
+    @property
+    def held_layers(self) -> frozenset[int]:
+        """The decoder layers of its parameters."""
+        return frozenset(layer_of(name) for name in self.parameters) - {NO_LAYER}
+
+    def alike(self, kept: Collection[int]) -> dict[int, tuple[int, ...]]:
+        """Return for the first layer of each kind those of its layers that it stands for: all that are not kept."""
+        firsts: dict[Any, int] = {}
+        found: dict[int, tuple[int, ...]] = {}
+        for layer in sorted(self.held_layers & self.layers.keys() - self.part.odd):
+            first = firsts.setdefault(self.part.kinds[layer], layer)
+            if layer not in kept:
+                found[first] = (*found.get(first, ()), layer)
+        return found
 
 
-def without_layer(name: str) -> str:
-    """Return a tensor's name without the number of its decoder layer."""
-    found = _decoder_layer(name)
-    return f"{name[: found.start()]}{found[1]}.*{name[found.end() :]}" if found else name
-
-
-def at_layer(name: str, layer: int) -> str:
-    """Return the name of the same tensor of another decoder layer."""
-    found = _decoder_layer(name)
-    return f"{name[: found.start(2)]}{layer}{name[found.end(2) :]}" if found else name
-
-
-def last_names(name: str) -> str:
-    """Return the last two parts of a parameter's name, which a layer of the target and of the draft model have in
-    common.
-    """
-    return ".".join(name.split(".")[-2:])
-
-
-def examine_rank(shape: EngineShape, rank: int, layers: Layers, part: Part) -> EngineRank:
+def trace_rank(shape: EngineShape, rank: int, layers: Layers, part: Part) -> TracedRank:
     """Build one rank in this process, and give its part of these layers' names to its loader."""
-    started = time.monotonic()
     gpu = AssumedGpu()
-    gpu.answer()
-    built = meta_model.build_on_meta(shape.folder, shape.arguments, rank, shape.draft)
-    model = built.model
-    shared = {*meta_model.embedding_and_head(model, shape.pp).values()} if shape.draft else set()
-    parameters = {name: each for name, each in model.named_parameters() if name not in shared}
+    if shape.on_gpu:
+        gpu.answer()
+    built = meta_model.build_on_meta(shape.folder, shape.arguments, rank, shape.draft, enlarged=not shape.on_gpu)
+    # Without a draft model nothing is shared, and a pipeline stage has only one of them to hand out.
+    speculative = shape.draft or shape.arguments.get("speculative_algorithm")
+    shared = meta_model.embedding_and_head(built.model, shape.pp) if speculative else {}
+    not_its_own = {*shared.values()} if shape.draft else set()
+    parameters = {name: each for name, each in built.model.named_parameters() if name not in not_its_own}
     held = frozenset(layer_of(name) for name in parameters) - {NO_LAYER}
     stands, nothing_sent = layers_to_give(layers, held, part)
-    groups = [group for layer in stands for group in layers[layer]]
-    trace = LoaderTrace(model, tuple(groups))
+    trace = LoaderTrace(built.model, tuple(group for layer in stands for group in layers[layer]))
     trace.run()
-    coverage = trace.coverage()
+    return TracedRank(
+        shape=shape, rank=rank, built=built, gpu=gpu, shared=shared, parameters=parameters, trace=trace,
+        coverage=trace.coverage(), layers=layers, part=part, stands=stands, nothing_sent=nothing_sent,
+    )  # fmt: skip
+
+
+def engine_rank(traced: TracedRank) -> EngineRank:
+    """Return what outlives the process of a rank."""
+    groups, coverage, stands, part = traced.trace.groups, traced.coverage, traced.stands, traced.part
+    parameters, held, modules = traced.parameters, traced.held_layers, list(traced.built.model.modules())
     digests = _digests(groups, coverage)
     unlike = {layer for layer, other in stands.items() if digests[layer] != digests[other]}
     # Another stage's layers are ignored; one of which anything is copied, or that is refused, stands for itself.
     ignored = set(coverage.unknown)
-    odd = unlike | {layer for layer in stands.keys() - held - {NO_LAYER} if not _names_of(layers[layer]) <= ignored}
+    foreign = stands.keys() - held - {NO_LAYER}
+    odd = unlike | {layer for layer in foreign if not _names_of(traced.layers[layer]) <= ignored}
     told = {layer for layer, other in stands.items() if layer == other and (layer in held or part.every)}
-    kept = frozenset(told | odd | part.odd & stands.keys() | set(nothing_sent) | {NO_LAYER})
+    kept = frozenset(told | odd | part.odd & stands.keys() | set(traced.nothing_sent) | {NO_LAYER})
     numbers = [number for number, group in enumerate(groups) if layer_of(group.views[0].name) in kept]
-    given = {*stands, *nothing_sent}
+    given = {*stands, *traced.nothing_sent}
     missing = {name: each for name, each in coverage.missing.items() if name in parameters and layer_of(name) in given}
     return EngineRank(
-        rank=rank,
-        parameters=len(parameters),
+        rank=traced.rank,
         nbytes=sum(each.nbytes for each in parameters.values()),
         held={name: (str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in parameters.items()},
-        derived_bytes=trace.derived_bytes,
-        built=type(model).__name__,
-        asked_of_gpu=frozenset(gpu.asked),
+        derived_bytes=traced.trace.derived_bytes,
+        built=type(traced.built.model).__name__,
+        asked_of_gpu=frozenset(traced.gpu.asked),
         groups=tuple(groups[number] for number in numbers),
         layers=kept,
-        alike=_alike(held & layers.keys(), kept, part.kinds),
+        alike=traced.alike(kept),
         odd=frozenset(odd),
         given=sum(len(group.views) for group in groups),
         held_layers=held,
         coverage=_of_groups(replace(coverage, missing=missing), groups, numbers),
-        moe_ep_rank=max((getattr(module, "moe_ep_rank", 0) for module in model.modules()), default=0),
-        moe_tp_rank=max((getattr(module, "moe_tp_rank", 0) for module in model.modules()), default=0),
-        untouched_experts=dict(_untouched_experts(parameters, missing, trace)),
-        seconds=time.monotonic() - started,
-        kv_caches=built.kv_caches,
-        notes=built.notes,
-        unfit=built.unfit,
+        moe_ep_rank=max((getattr(module, "moe_ep_rank", 0) for module in modules), default=0),
+        moe_tp_rank=max((getattr(module, "moe_tp_rank", 0) for module in modules), default=0),
+        untouched_experts=dict(_untouched_experts(parameters, missing, traced.trace)),
+        kv_caches=traced.built.kv_caches,
+        notes=traced.built.notes,
+        unfit=traced.built.unfit,
     )
-
-
-def _alike(held: Collection[int], kept: Collection[int], kinds: Mapping[int, Any]) -> dict[int, int]:
-    """Return how many of the layers that are not kept the first of their kind stands for."""
-    firsts: dict[Any, int] = {}
-    for layer in sorted(held):
-        firsts.setdefault(kinds[layer], layer)
-    return dict(Counter(firsts[kinds[layer]] for layer in held if layer not in kept))
 
 
 def _of_groups(coverage: LoadCoverage, groups: Sequence[FusingGroup], numbers: Sequence[int]) -> LoadCoverage:
@@ -474,7 +422,7 @@ def _digests(groups: Sequence[FusingGroup], coverage: LoadCoverage) -> dict[int,
     seen: dict[int, list[Any]] = defaultdict(list)
     for group, copies in zip(groups, coverage.copies, strict=True):
         seen[layer_of(group.views[0].name)] += [_pattern(copy) for copy in copies]
-    for name in (*coverage.unknown, *coverage.opaque, *coverage.errors):
+    for name in (*coverage.unknown, *coverage.opaque, *(name for names in coverage.errors for name in names)):
         seen[layer_of(name)].append(without_layer(name))
     for name, missing in coverage.missing.items():
         seen[layer_of(name)].append((without_layer(name), missing))
@@ -494,26 +442,40 @@ def _pattern(copy: LoaderCopy) -> tuple[Any, ...]:
     )
 
 
-def _in_processes(shape: EngineShape, layers: Layers, parts: Mapping[int, Part]) -> dict[int, EngineRank]:
-    """Examine each rank in a forked process, some at the same time. Raise RankFailed at the first that fails."""
-    jobs: dict[int, Job] = {rank: (shape, rank, layers, part) for rank, part in parts.items()}
-    try:
-        return in_forks(_examine_in_fork, jobs, shape.processes, "ranks")
-    except ForkEnded as error:
-        ended = f"engine rank {error.number} ended with exit code {error.code} before it answered"
-        raise RankFailed(ended) from None
+def ask_ranks(
+    shape: EngineShape, parts: Mapping[ModelRank, Part], layers: Layers, answer: Callable[[TracedRank], T]
+) -> dict[ModelRank, T]:
+    """Trace each of these models in a forked process, some at the same time, and return what is made of each.
+
+    parts: what each is given of the layers. Raise RankFailed at the first that fails, UnsupportedEnvironment.
+    """
+    keys = list(parts)
+    with _with_index(shape, layers) as folder:
+        jobs = {
+            at: (replace(shape, folder=folder, draft=role != TARGET), rank, layers, parts[role, rank], answer)
+            for at, (role, rank) in enumerate(keys)
+        }
+        try:
+            found = in_forks(_answer_in_fork, jobs, shape.processes, "ranks")
+        except ForkEnded as error:
+            ended = f"{_called(*jobs[error.number][:2])} ended with exit code {error.code} before it answered"
+            raise RankFailed(ended) from None
+    return {keys[at]: each for at, each in found.items()}
 
 
-def _examine_in_fork(*job: *Job) -> EngineRank:
-    """Return what examine_rank does. Raise RankFailed with what SGLang raised, or UnsupportedEnvironment."""
+def _answer_in_fork(shape: EngineShape, rank: int, layers: Layers, part: Part, answer: Callable[[TracedRank], T]) -> T:
+    """Raise RankFailed with what SGLang raised, or UnsupportedEnvironment."""
     torch.set_num_threads(1)  # threads that torch started before the fork are not here, and would be waited for
-    _, rank, *_ = job
     try:
-        return examine_rank(*job)
+        return answer(trace_rank(shape, rank, layers, part))
     except UnsupportedEnvironment:
         raise
     except Exception as error:  # whatever SGLang raises while it builds a model: it is the answer
         said = f"{type(error).__name__}: {error}"
         if is_for_hardware(error):
-            raise UnsupportedEnvironment(f"SGLang cannot build engine rank {rank} here: {said}") from error
-        raise RankFailed(f"engine rank {rank}: {said}") from error
+            raise UnsupportedEnvironment(f"SGLang cannot build {_called(shape, rank)} here: {said}") from error
+        raise RankFailed(f"{_called(shape, rank)}: {said}") from error
+
+
+def _called(shape: EngineShape, rank: int) -> str:
+    return f"engine rank {rank}" + (" (draft model)" if shape.draft else "")

@@ -14,16 +14,10 @@ import torch
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.findings import Findings, examine_names
-from harness.tools.full_size.ranks_at_true_size import (
-    NO_LAYER,
-    EngineRank,
-    EngineShape,
-    by_layer,
-    kind_of,
-    layer_of,
-)
-from harness.weights.fusing import FusingGroup, fusing_groups
+from harness.tools.engine_class.engine_answer import EngineAnswer, ask_engine
+from harness.tools.engine_class.engine_ranks import EngineRank, EngineShape
+from harness.weights.fusing import fusing_groups
+from harness.weights.layer_names import layer_of, one_layer_of_each_kind
 from harness.weights.tensor_view import TensorView
 
 
@@ -77,8 +71,7 @@ FAMILIES = {
 class DraftModel:
     """What was found out about the draft model of one engine."""
 
-    ranks: tuple[EngineRank, ...]
-    findings: Findings
+    answer: EngineAnswer
     mtp: tuple[TensorView, ...]
     """The names of the MTP layer that were given to its loader."""
     filled_by_trainer: frozenset[str]
@@ -93,43 +86,29 @@ def examine_draft(
     target: the ranks of the target model. sent: the trainer's names, of which the loader gets one layer of each kind,
     because a sync gives every name to both loaders. Raise RankFailed, UnsupportedEnvironment.
     """
-    sample = [group for groups in one_layer_of_each_kind(fusing_groups(sent)) for group in groups]
-    groups = (*sample, *fusing_groups(mtp))
+    sample = one_layer_of_each_kind(fusing_groups(sent))
     of_trainer = {view.name for group in sample for view in group.views}
-    ranks, findings = examine_names(
+    answer = ask_engine(
         replace(shape, draft=True),
-        groups,
+        (*sample, *fusing_groups(mtp)),
         every_name=True,
         passed_over=of_trainer | copies_in(shape.folder, mtp),
         target=target,
     )
     filled = {
         copy.into
-        for each in ranks
+        for each in answer.ranks
         for group, copies in zip(each.groups, each.coverage.copies, strict=True)
         for copy in copies
         if group.views[0].name in of_trainer and copy.into in each.coverage.missing
     }
-    return DraftModel(
-        ranks=tuple(ranks),
-        findings=findings,
-        mtp=tuple(mtp),
-        filled_by_trainer=frozenset(filled),
-    )
+    return DraftModel(answer=answer, mtp=tuple(mtp), filled_by_trainer=frozenset(filled))
 
 
 def copies_in(folder: Path, mtp: Iterable[TensorView]) -> set[str]:
     """Return those names of the MTP layer that are copies of the model's embedding and head."""
     copied = tuple(f"{path.partition('{n}')[2]}.weight" for path in mtp_names(folder).copies)
     return {view.name for view in mtp if view.name.endswith(copied)}
-
-
-def one_layer_of_each_kind(groups: Iterable[FusingGroup]) -> list[list[FusingGroup]]:
-    """Return what lies outside the layers, and the first layer of each kind."""
-    kinds: dict[Any, list[FusingGroup]] = {}
-    for layer, members in by_layer(groups).items():
-        kinds.setdefault(NO_LAYER if layer == NO_LAYER else kind_of(members), members)
-    return list(kinds.values())
 
 
 def mtp_names(folder: Path) -> MtpNames:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.tools.full_size.ranks_in_line import RanksInLine
+from harness.tools.engine_class.ranks_in_line import RanksInLine
 from harness.weights.fusing import FusingGroup, fusing_groups
 from harness.weights.tensor_view import TensorView
 from harness.weights.traced.coverage import LoadCoverage, LoaderCopy

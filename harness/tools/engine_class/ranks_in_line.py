@@ -63,7 +63,7 @@ class RanksInLine:
             moved = replace(source, name=name, of=there.of, offset=offset)
             copies[number_of[name]].append(replace(each.copy, source=moved))
         known = {copy.source.name for members in copies for copy in members}
-        known |= {*self.first.opaque, *(name for names in self.first.errors for name in names.split(", "))}
+        known |= {*self.first.opaque, *(name for names in self.first.errors for name in names)}
         unknown = [name for name in views if name not in known]
         return replace(self.first, rank=self.first.rank + place, copies=copies, unknown=unknown)
 

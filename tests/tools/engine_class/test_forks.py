@@ -7,7 +7,7 @@ import time
 import pytest
 
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.full_size.forks import ForkEnded, Told, in_forks
+from harness.tools.engine_class.forks import ForkEnded, Told, in_forks
 
 
 def square(number: int) -> tuple[int, int]:
