@@ -9,7 +9,7 @@ from harness.cluster.network import ADDRESS_VARIABLES
 from harness.cluster.world import WorldError, all_gather, behaviour
 from harness.config.layers import digest
 from harness.observer import Observer, RunContext
-from harness.tools.ranks import values_in_words
+from harness.runtime.ranks import values_in_words
 
 # These may differ between ranks: placement and the choice of a network take care of them.
 RANK_OWN_VARIABLES = {

@@ -12,7 +12,7 @@ from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, host_
 from harness.cluster.ports import planned_ports
 from harness.observer import Observer, RunContext
 from harness.runtime.events import MEET
-from harness.tools.ranks import runs
+from harness.runtime.ranks import runs
 
 if TYPE_CHECKING:
     from harness.cluster.network import HostAddress

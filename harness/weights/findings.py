@@ -6,9 +6,9 @@ what launch/verify.py finds in a server are findings; who looks for one reads it
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from typing import Any
 
+from harness.runtime.ranks import runs
 from harness.weights.layer_names import DECODER_LAYER, NO_LAYER, at_layer, layer_of
 from harness.weights.tensor_view import NUMBER, without_numbers
 
@@ -125,7 +125,7 @@ class Line:
 
     def __str__(self) -> str:
         like = f"; and {self.count - 1:,} like it" if self.count > 1 else ""
-        where = f" (layers {ranges(self.layers)})" if like and len(self.layers) > 1 else ""
+        where = f" (layers {runs(self.layers)})" if like and len(self.layers) > 1 else ""
         return f"{self.findings[0]}{like}{where}"
 
 
@@ -150,10 +150,3 @@ def shown(lines: Sequence[object], most: int) -> list[str]:
 
 def numbers_in(name: str) -> list[int]:
     return [int(number) for number in NUMBER.findall(name)]
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as "0-2, 5"."""
-    runs = groupby(enumerate(numbers), key=lambda each: each[1] - each[0])
-    ends = [(members[0][1], members[-1][1]) for members in (list(run) for _, run in runs)]
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)

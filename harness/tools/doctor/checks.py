@@ -18,10 +18,10 @@ from harness.cluster.placement import host_name, place
 from harness.config.engine_rules import expandable_segments
 from harness.config.schema import Config
 from harness.runtime import GIB, MIB
+from harness.runtime.ranks import ranks_by, ranks_in_words, values_in_words
 from harness.tools.doctor.links import Backend, RankLinks
 from harness.tools.doctor.rank_facts import RankFacts
 from harness.tools.environment_file import NOT_INSTALLED
-from harness.tools.ranks import ranks_by, ranks_in_words, values_in_words
 
 SHARED_MEMORY_BYTES, SHARED_MEMORY_PER_RANK = 64 * MIB, 128 * MIB
 """NCCL's buffers and an engine's queues; a container's default of 64 MiB is too little for either."""

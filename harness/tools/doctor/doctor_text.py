@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from harness.cluster.placement import host_name
 from harness.runtime import GIB
+from harness.runtime.ranks import ranks_in_words, runs
 from harness.tools.doctor.checks import Examination, Problem, bandwidths
 from harness.tools.environment_file import NOT_INSTALLED
-from harness.tools.ranks import ranks_in_words, runs
 
 SOFTWARE = ("python", "torch", "cuda", "nccl", "driver", "sglang", "torch_memory_saver", "transformers")
 

@@ -18,12 +18,12 @@ from harness.cluster import network
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.world import Launch
 from harness.config.schema import Config
+from harness.runtime.ranks import ranks_by
 from harness.tools.doctor import links
 from harness.tools.doctor.checks import Examination, Problem, missing, problems_of
 from harness.tools.doctor.doctor_text import as_text
 from harness.tools.doctor.job_store import Absent, JobStore, connect, left, within
 from harness.tools.doctor.rank_facts import RankFacts, collect
-from harness.tools.ranks import ranks_by
 
 OK, FAULTS = 0, 1
 

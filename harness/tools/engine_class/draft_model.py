@@ -15,7 +15,7 @@ import torch
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.engine_class.engine_answer import EngineAnswer, ask_engine
-from harness.tools.engine_class.engine_ranks import EngineRank, EngineShape
+from harness.tools.engine_class.traced_ranks import EngineRank, EngineShape
 from harness.weights.fusing import fusing_groups
 from harness.weights.layer_names import layer_of, one_layer_of_each_kind
 from harness.weights.tensor_view import TensorView

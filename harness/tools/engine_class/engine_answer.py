@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from harness.config.engine_rules import OF_MANY_RANKS
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.engine_class.absent_hardware import tells_what_is_absent
-from harness.tools.engine_class.engine_ranks import EngineRank, EngineShape, RankFailed, examine, given_to_all
+from harness.tools.engine_class.traced_ranks import EngineRank, EngineShape, RankFailed, examine, given_to_all
 from harness.weights.findings import Finding
 from harness.weights.fusing import FusingGroup
 from harness.weights.layer_names import layer_of, without_layer

@@ -17,6 +17,7 @@ from typing import Any
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.events import working
+from harness.runtime.ranks import runs
 from harness.tools.bisection.candidates import Candidate, between, releases
 from harness.tools.bisection.installation import Environment, Unavailable, provider_of, store_root
 from harness.tools.bisection.question import Options as BisectOptions
@@ -24,7 +25,7 @@ from harness.tools.bisection.question import Pause, WrongQuestion
 from harness.tools.bisection.question import Question as BisectQuestion
 from harness.tools.environments import REPOSITORY, has_gpu
 from harness.tools.full_size.model_and_options import Options, read_question
-from harness.weights.findings import Finding, grouped, ranges, shown
+from harness.weights.findings import Finding, grouped, shown
 
 SCRIPT = "launch/full_size.py"
 NOT_PASSED_ON = ("against", "json")
@@ -186,7 +187,7 @@ def _of_parameters(first: Table, second: Table) -> Iterator[Finding]:
         for each in _changes(older[rank], newer[rank], *only):
             found.setdefault(str(each), (each, []))[1].append(rank)
     for each, ranks in found.values():
-        on = "" if len(ranks) == len(newer) else f"; on engine ranks {ranges(ranks)}"
+        on = "" if len(ranks) == len(newer) else f"; on engine ranks {runs(ranks)}"
         yield replace(each, counts={**each.counts, "on": on})
 
 

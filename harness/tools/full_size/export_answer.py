@@ -12,7 +12,7 @@ from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.engine_class.draft_model import DraftModel, copies_in, examine_draft, mtp_layout
 from harness.tools.engine_class.engine_answer import OF_PARAMETERS, EngineAnswer, ask_engine
-from harness.tools.engine_class.engine_ranks import EngineShape, examine
+from harness.tools.engine_class.traced_ranks import EngineShape, examine
 from harness.tools.full_size.checkpoint_beside import is_of_mtp_layer, passed_over
 from harness.tools.full_size.export_causes import Suspects, causes_of
 from harness.tools.full_size.exported_names import Export

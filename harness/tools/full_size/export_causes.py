@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness.runtime.ranks import runs
 from harness.tools.full_size.checkpoint_beside import is_of_mtp_layer
 from harness.tools.full_size.name_lists import NameLists
-from harness.weights.findings import grouped, ranges
+from harness.weights.findings import grouped
 from harness.weights.layer_names import NO_LAYER, at_layer, layer_of
 from harness.weights.tensor_view import TensorView, without_numbers
 
@@ -170,4 +171,4 @@ def _live(found: Suspects) -> Iterator[str]:
 
 
 def _called(layers: Collection[int]) -> str:
-    return f"layers {ranges(sorted(layers))} are" if len(layers) > 1 else f"layer {next(iter(layers))} is"
+    return f"layers {runs(sorted(layers))} are" if len(layers) > 1 else f"layer {next(iter(layers))} is"

@@ -20,7 +20,7 @@ from harness.runtime.events import working
 from harness.tools.engine_class.absent_hardware import AssumedGpu
 from harness.tools.engine_class.draft_model import DraftModel, examine_draft, mtp_layout
 from harness.tools.engine_class.engine_answer import EngineAnswer, ask_engine
-from harness.tools.engine_class.engine_ranks import EngineRank, EngineShape, RankFailed
+from harness.tools.engine_class.traced_ranks import EngineRank, EngineShape, RankFailed
 from harness.tools.full_size.checkpoint_beside import CheckpointBeside, compare_checkpoint
 from harness.tools.full_size.export_answer import ExportAnswer, ExportQuestion
 from harness.tools.full_size.exported_names import Export, call_function

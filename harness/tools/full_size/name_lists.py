@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.tools.engine_class.engine_answer import OF_PARAMETERS, EngineAnswer
-from harness.tools.engine_class.engine_ranks import EngineRank
+from harness.tools.engine_class.traced_ranks import EngineRank
 from harness.tools.full_size.exported_names import dtype_name
 from harness.weights.findings import Finding, Line, grouped, numbers_in, shown
 from harness.weights.layer_names import NO_LAYER, at_layer, layer_of

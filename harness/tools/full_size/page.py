@@ -12,7 +12,7 @@ from pathlib import Path
 
 from harness.runtime import GIB
 from harness.tools.engine_class.engine_answer import KV_CACHE_SCALES, EngineAnswer
-from harness.tools.engine_class.engine_ranks import EngineRank
+from harness.tools.engine_class.traced_ranks import EngineRank
 from harness.tools.full_size.gpu_stages import GpuMemory
 from harness.tools.full_size.model_verdict import Answer, total_gb
 from harness.tools.page_template import page_template

@@ -1,6 +1,6 @@
 """A whole run at the model's true size: what the fullest GPU holds in each stage of a step.
 
-Engine and trainer answer by their own code (`engine_class/engine_ranks.py`, `trainer_memory.py`). SGLang's own code
+Engine and trainer answer by their own code (`engine_class/traced_ranks.py`, `trainer_memory.py`). SGLang's own code
 counts the KV cache of one token. What CUDA, NCCL and SGLang keep beside is not executed, but a number that was measured
 once (`gpu_stages.py`).
 """
@@ -18,9 +18,9 @@ from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.runtime import GIB, MIB
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.engine_class.engine_ranks import EngineRank
 from harness.tools.engine_class.forks import ForkEnded, in_forks
 from harness.tools.engine_class.meta_kv_cache import KvCache
+from harness.tools.engine_class.traced_ranks import EngineRank
 from harness.tools.full_size.gpu_stages import EngineShare, GpuMemory, Shares, TrainerShare, engine_arguments
 from harness.tools.full_size.trainer_memory import Execution, Role, TrainerPeaks, trainer_peaks
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class

@@ -12,9 +12,9 @@ from harness.config.layers import to_toml
 from harness.config.schema import Config
 from harness.runtime.events import phase_of_step, quoted
 from harness.runtime.installed import as_typed
+from harness.runtime.ranks import ranks_by, runs
 from harness.tools.diagnose.diagnose import CatalogueMatch
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
-from harness.tools.ranks import ranks_by, runs
 from harness.tools.report.timeline import where_ranks_stood
 
 METRICS = (

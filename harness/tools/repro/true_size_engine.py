@@ -98,7 +98,7 @@ def check_engine(
     arguments: SGLang's server arguments. Exit with 1 if something does not arrive, or if SGLang cannot build a rank.
     """
     from harness.tools.engine_class.engine_answer import ask_engine
-    from harness.tools.engine_class.engine_ranks import EngineShape, RankFailed
+    from harness.tools.engine_class.traced_ranks import EngineShape, RankFailed
 
     shape = EngineShape(
         folder=folder, arguments={"tp_size": tp, "dtype": "bfloat16", **arguments}, tp=tp, pp=1, draft=draft

@@ -18,9 +18,10 @@ from harness.rollout.sglang_api import probe
 from harness.rollout.sglang_api.probe import installed
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.events import working
+from harness.runtime.ranks import runs
 from harness.tools.engine_class.checkpoint_headers import Stored, read_headers
 from harness.tools.engine_class.engine_answer import KV_CACHE_SCALES
-from harness.tools.engine_class.engine_ranks import EngineShape, RankFailed
+from harness.tools.engine_class.traced_ranks import EngineShape, RankFailed
 from harness.tools.verify.comparison import UNKNOWN, UNTOLD, Compared, Engine, Tensor, Unpredicted, compare, tensors_of
 from harness.tools.verify.derived_tensors import Derived, look
 from harness.tools.verify.explanations import Explainer, sources_of
@@ -30,7 +31,6 @@ from harness.tools.verify.rank_predictions import layout_of, predict
 from harness.tools.verify.sender import write_checkpoint
 from harness.tools.verify.server import TARGET, Server, ServerRank
 from harness.tools.verify.verdict import Answer, Different
-from harness.weights.findings import ranges
 from harness.weights.layer_names import NO_LAYER, layer_of
 
 DECIDING = (
@@ -194,7 +194,7 @@ def _ranks(server: Server, options: Options) -> tuple[ServerRank, ...]:
     if absent := sorted((layers or set()) - told):
         raise ConfigError(
             f"--layers {options.layers}: {server.url} tells nothing about layer {absent[0]}; it tells about"
-            f" {ranges(sorted(told))}."
+            f" {runs(sorted(told))}."
         )
     return tuple(
         replace(each, checksums={name: told for name, told in each.checksums.items() if _is_chosen(name, options)})
@@ -275,7 +275,7 @@ def _why_another_model(server: Server, engine: Engine, known: int, others: Unpre
         return f"the server has no {lacked[0]}{more}"
     layers = {layer_of(name) for each in engine.values() for name in each.nbytes}
     beyond = sorted({layer_of(name) for name in unknown} - layers - {NO_LAYER})
-    return f"the server has layer {ranges(beyond)} too" if beyond else ""
+    return f"the server has layer {runs(beyond)} too" if beyond else ""
 
 
 def _ignored_by_all(engine: Engine) -> tuple[str, ...]:

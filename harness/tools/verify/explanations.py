@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 
+from harness.runtime.ranks import runs
 from harness.tools.engine_class.checkpoint_headers import Stored
 from harness.tools.engine_class.held_tensors import Place
 from harness.tools.verify.comparison import Compared, Made
@@ -30,7 +31,6 @@ from harness.tools.verify.mistakes import (
     whole,
 )
 from harness.tools.verify.values import CheckpointReader, Recipe, Source, digest
-from harness.weights.findings import ranges
 from harness.weights.tensor_view import TensorView
 
 TENSOR_SECONDS, ALL_SECONDS = 60.0, 600.0
@@ -166,7 +166,7 @@ class Explainer:
 
 
 def called_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(sorted(ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {runs(sorted(ranks))}"
 
 
 def sources_of(compared: Compared) -> tuple[str, ...]:

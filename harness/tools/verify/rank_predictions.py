@@ -1,5 +1,5 @@
 """What every rank of a server must hold, by SGLang's own class of the model: built for that rank on the meta device, and
-its own load_weights traced over the names of a checkpoint (engine_class/engine_ranks.py).
+its own load_weights traced over the names of a checkpoint (engine_class/traced_ranks.py).
 
 What a rank's process answers with is compact: a model of true size has a hundred thousand tensors on each of sixteen
 ranks.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from harness.tools.engine_class.checkpoint_headers import Stored
-from harness.tools.engine_class.engine_ranks import EngineShape, ModelRank, Part, TracedRank, ask_ranks
 from harness.tools.engine_class.held_tensors import HeldTensor, held_tensors, unfilled_tensors
+from harness.tools.engine_class.traced_ranks import EngineShape, ModelRank, Part, TracedRank, ask_ranks
 from harness.weights.findings import Finding
 from harness.weights.fusing import fusing_groups
 from harness.weights.layer_names import at_layer, by_layer, kind_of, layer_of

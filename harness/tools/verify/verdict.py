@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.runtime.ranks import runs
 from harness.tools.engine_class.engine_answer import KV_CACHE_SCALES
 from harness.tools.verify.comparison import NOTHING, UNTOLD, Compared, Unpredicted
 from harness.tools.verify.explanations import called_ranks
@@ -11,7 +12,7 @@ from harness.tools.verify.mistakes import called
 from harness.tools.verify.mistakes import grouped as by_kind
 from harness.tools.verify.rank_predictions import IN_PART
 from harness.tools.verify.server import TARGET, Server
-from harness.weights.findings import Finding, grouped, ranges, shown
+from harness.weights.findings import Finding, grouped, shown
 
 SHOWN = 12
 """How many lines of each kind are printed; the JSON has all."""
@@ -39,7 +40,7 @@ class Different:
     def place(self) -> str:
         """Where it differs: the ranks, and of which engines if data parallelism has several."""
         replicas = self.compared.wrong_replicas
-        of = f" of DP replica{'s' * (len(replicas) > 1)} {ranges(replicas)}" if replicas else ""
+        of = f" of DP replica{'s' * (len(replicas) > 1)} {runs(replicas)}" if replicas else ""
         return called_ranks(self.ranks) + of
 
     @property

@@ -214,7 +214,7 @@ if __name__ == "__main__":
 
     from harness.tools.engine_class.draft_model import examine_draft, mtp_layout
     from harness.tools.engine_class.engine_answer import ask_engine
-    from harness.tools.engine_class.engine_ranks import EngineShape, examine
+    from harness.tools.engine_class.traced_ranks import EngineShape, examine
     from harness.tools.full_size.trainer_names import trainer_layout
     from harness.weights.findings import grouped
     from harness.weights.fusing import fusing_groups

@@ -11,7 +11,7 @@ import pytest
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.bisection.installation import Environment
 from harness.tools.full_size.compare import Comparison, ask, compare, lines_of
-from harness.weights.findings import Finding, grouped, ranges
+from harness.weights.findings import Finding, grouped
 from tests.tools.full_size.test_full_size import full_size, with_layers
 from tests.tools.full_size.test_releases import INSTALLED, NONE
 
@@ -127,13 +127,12 @@ def test_a_release_that_cannot_build_the_engine_differs_in_its_own_words() -> No
     assert line == ("sglang 2.0 with transformers 5 cannot build the engine: ValueError: 192 is not divisible by 128")
 
 
-def test_ranges_and_groups() -> None:
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8" and ranges([]) == ""
+def test_one_line_for_what_is_alike() -> None:
     found = unknown("a.layers.1.b", "a.layers.2.b")
     other = Finding(kind="twice", tensor="a.layers.3.b", counts={"times": 2})
     alike, single = grouped([*map(Finding.of_table, json.loads(json.dumps(found))), other])
     assert alike.count == 2 and alike.layers == [1, 2] and str(single) == str(other)
-    assert str(alike).startswith("a.layers.1.b: ") and str(alike).endswith("; and 1 like it (layers 1-2)")
+    assert str(alike).startswith("a.layers.1.b: ") and str(alike).endswith("; and 1 like it (layers 1, 2)")
 
 
 @pytest.mark.long

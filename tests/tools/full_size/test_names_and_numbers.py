@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.tools.engine_class.engine_ranks import EngineRank
 from harness.tools.engine_class.meta_kv_cache import KvCache
+from harness.tools.engine_class.traced_ranks import EngineRank
 from harness.tools.full_size.trainer_names import trainer_class, trainer_layout
 from harness.tools.full_size.whole_run import kv_cache
 from harness.weights.layer_names import NO_LAYER, layer_of, without_layer

@@ -14,7 +14,7 @@ import torch
 
 from harness.runtime import GIB
 from harness.tools.engine_class.engine_answer import EngineAnswer, filled_in_part
-from harness.tools.engine_class.engine_ranks import EngineRank
+from harness.tools.engine_class.traced_ranks import EngineRank
 from harness.tools.full_size.export_answer import ExportAnswer
 from harness.tools.full_size.model_and_options import Options, Question
 from harness.tools.full_size.model_verdict import Answer

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 
 from harness.tools.engine_class import meta_model  # noqa: E402
 from harness.tools.engine_class.engine_answer import ask_engine  # noqa: E402
-from harness.tools.engine_class.engine_ranks import EngineShape  # noqa: E402
+from harness.tools.engine_class.traced_ranks import EngineShape  # noqa: E402
 from harness.tools.full_size.trainer_names import trainer_layout  # noqa: E402
 from harness.weights.fusing import fusing_groups  # noqa: E402
 

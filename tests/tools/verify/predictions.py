@@ -19,7 +19,7 @@ def main(model: str, tp: int, ep: int) -> None:
         prepare_import(folder)
         from harness.tools.engine_class import meta_model
         from harness.tools.engine_class.checkpoint_headers import read_headers
-        from harness.tools.engine_class.engine_ranks import EngineShape
+        from harness.tools.engine_class.traced_ranks import EngineShape
         from harness.tools.verify.rank_predictions import layout_of, predict
         from harness.tools.verify.server import TARGET
 

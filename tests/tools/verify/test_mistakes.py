@@ -86,7 +86,7 @@ def of_layer(layer: int, expert: int) -> Different:
 def test_only_what_differs_in_its_layer_alone_is_one_sentence() -> None:
     different = [of_layer(1, 3), of_layer(2, 2), of_layer(4, 3), of_layer(5, 3)]
     first, second = map(str, grouped(each.finding for each in different))
-    assert first.endswith("; and 2 like it (layers 1, 4-5)") and "experts.2.down_proj" in second
+    assert first.endswith("; and 2 like it (layers 1, 4, 5)") and "experts.2.down_proj" in second
 
 
 def test_the_engine_that_differs_is_named_where_data_parallelism_has_several() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from harness.tools.ranks import ranks_in_words, runs, values_in_words
+from harness.runtime.ranks import ranks_in_words, runs, values_in_words
 
 
 def test_numbers_in_a_row_are_shortened() -> None:
