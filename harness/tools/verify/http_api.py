@@ -1,19 +1,19 @@
 """Requests of a server that is not ours: read-only by its caller's choice of paths, and its answers not trusted.
 
 The time and the size of an answer are bounded, the key goes nowhere but to the address that was given, and no text of
-the server is printed as it is. Standard library only.
+the server is printed as it is. httpx, which SGLang needs too, is imported for the first request.
 """
 
-import http.client
 import json
 import re
+import ssl
 import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from harness.config.layers import ConfigError
 from harness.runtime import redact
@@ -67,15 +67,6 @@ def address_of(url: str) -> str:
     return url.rstrip("/")
 
 
-class _AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Takes any status as an answer, so that no redirect is followed and an error's message is read as any other."""
-
-    def http_response(self, request: urllib.request.Request, response: Any) -> Any:
-        return response
-
-    https_response = http_response
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a server answered."""
@@ -125,43 +116,44 @@ class Api:
             return Answer(path, status, None)
 
     def _fetch(self, path: str, seconds: float, body: Mapping[str, Any] | None, key: str) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        data = None if body is None else json.dumps(body).encode()
-        end = time.monotonic() + seconds
+        import httpx
+
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        content, end = bytearray(), time.monotonic() + seconds
+        trusted = ssl.create_default_context()  # this machine's, and not only the authorities that httpx brings
         try:
-            request = urllib.request.Request(self.address + path, data, headers)
-            with self._opener().open(request, timeout=seconds) as answer:
-                return answer.status, self._content(answer, end)
-        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise self._too_late(path, seconds) from None
-            raise ConfigError(
-                f"No server answers at {self.address}: {shown(reason)}. Give the address of a running SGLang server."
+            with (
+                httpx.Client(timeout=seconds, verify=trusted, proxy=self._proxy(), trust_env=False) as client,
+                client.stream("POST" if body else "GET", self.address + path, json=body, headers=headers) as answer,
+            ):
+                for part in answer.iter_raw():
+                    content += part
+                    if len(content) > LARGEST_ANSWER:
+                        break
+                    if time.monotonic() > end:
+                        raise httpx.ReadTimeout("")
+        except httpx.TimeoutException:
+            raise UnsupportedEnvironment(
+                f"{self.address} did not answer {path} within {seconds:g} s. It may be paused, still loading, or unable to "
+                "reach all of its ranks; ask again when it answers requests."
             ) from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ImportError) as error:  # SOCKS is not installed
+            raise ConfigError(
+                f"No server answers at {self.address}: {shown(error)}. Give the address of a running SGLang server."
+            ) from None
+        if len(content) > LARGEST_ANSWER:
+            raise ConfigError(
+                f"{self.address} sends more than {LARGEST_ANSWER >> 20} MiB; give the address of an SGLang server."
+            )
+        return answer.status_code, bytes(content)
 
-    def _opener(self) -> urllib.request.OpenerDirector:
-        is_local = _LOCAL.fullmatch(urlsplit(self.address).hostname or "")
-        proxies = urllib.request.ProxyHandler({} if is_local else None)
-        return urllib.request.build_opener(proxies, _AnyStatus())
-
-    def _content(self, answer: Any, end: float) -> bytes:
-        content = bytearray()
-        while part := answer.read1(2**20):
-            content += part
-            if len(content) > LARGEST_ANSWER:
-                raise ConfigError(
-                    f"{self.address} sends more than {LARGEST_ANSWER >> 20} MiB; give the address of an SGLang server."
-                )
-            if time.monotonic() > end:
-                raise TimeoutError
-        return bytes(content)
-
-    def _too_late(self, path: str, seconds: float) -> UnsupportedEnvironment:
-        return UnsupportedEnvironment(
-            f"{self.address} did not answer {path} within {seconds:g} s. It may be paused, still loading, or unable to "
-            "reach all of its ranks; ask again when it answers requests."
-        )
+    def _proxy(self) -> str | None:
+        """Return the environment's proxy for the address; none for one of this machine."""
+        parts = urlsplit(self.address)
+        if _LOCAL.fullmatch(parts.hostname or "") or proxy_bypass(parts.netloc):
+            return None
+        proxy = getproxies().get(parts.scheme)
+        return f"http://{proxy}" if proxy and "://" not in proxy else proxy
 
     def _key_wanted(self, path: str) -> str:
         if not self.keys:

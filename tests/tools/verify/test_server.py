@@ -3,10 +3,11 @@
 import json
 import math
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.numpy import save_file
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.verify import command, http_api
-from harness.tools.verify.http_api import read_key
+from harness.tools.verify.http_api import Api, read_key
 from harness.tools.verify.question import Options
 from harness.tools.verify.server import Server, ask_server, generate
 from harness.tools.verify.verdict import Answer
@@ -64,7 +65,7 @@ def serving(answer: Callable[[str, dict[str, Any], str], tuple[int, Any]]) -> It
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
@@ -269,7 +270,7 @@ def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
 
 def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_api, "LARGEST_ANSWER", 2**20)
-    with a_server(b" " * 2**22) as url, pytest.raises(ConfigError, match="sends more than 1 MiB"):
+    with a_server(b" " * 2**22) as url, pytest.raises(ConfigError, match="^http://[^ ]* sends more than 1 MiB"):
         ask_server(url)
 
 
@@ -289,6 +290,24 @@ def test_a_checker_and_a_paused_server_that_never_answer_are_given_up() -> None:
             generate(url, "", [[1, 2]], 1, seconds=0.3)
         over.set()
     assert time.monotonic() - began < 20
+
+
+def test_an_answer_that_comes_drop_by_drop_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def drip() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                for _ in range(1000):
+                    connection.sendall(b" ")
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(UnsupportedEnvironment, match="did not answer /server_info within 0.3 s"):
+            Api(f"http://127.0.0.1:{listening.getsockname()[1]}").ask("/server_info", 0.3)
+        thread.join()
 
 
 def keyed(path: str, _: dict[str, Any], key: str) -> tuple[int, Any]:
@@ -325,6 +344,16 @@ def test_proxies_are_not_used_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with a_server(OF_TWO) as url:
         assert ask_server(url).release == "0.5.23"
+
+
+def test_the_proxy_of_the_environment_is_used_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    with with_answers({"http://a-server.invalid:1/server_info": INFO}) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.removeprefix("http://"))
+        monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+        assert Api("http://a-server.invalid:1").ask("/server_info", 5).table == INFO
+        monkeypatch.setenv("no_proxy", "a-server.invalid")
+        with pytest.raises(ConfigError, match="No server answers"):
+            Api("http://a-server.invalid:1").ask("/server_info", 5)
 
 
 def test_prompts_are_scored_by_prefill_and_continued() -> None:
