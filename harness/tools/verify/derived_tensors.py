@@ -52,7 +52,7 @@ def look(server: Server, key: str, folder: Path, weights: Path, stored: Mapping[
     try:
         answers = generate(server.url, key, _prompts(fields), NEW_TOKENS)
         with working("computing the log-probs of transformers' model"):
-            return _compare(answers, folder, weights, _dtype(server, fields), bool(_has_experts(fields)))
+            return _compare(answers, folder, weights, _dtype(server, fields), _has_experts(fields))
     except UnsupportedEnvironment as error:
         return Derived(sentence=f"not covered: {error}")
 
@@ -63,20 +63,15 @@ def _compare(
     wide = _log_probs(folder, weights, torch.float32, answers)
     own = wide if dtype == torch.float32 else _log_probs(folder, weights, dtype, answers)
     said = torch.tensor([each for answer in answers for each in answer.log_probs])
-    apart, rounding = _mean(said, own), _mean(wide, own)
+    apart, rounding = (float((each.double() - own.double()).abs().mean()) for each in (said, wide))
     allowed = max(FLOOR["float32"], FACTOR * rounding, JUMPS if has_experts and rounding else 0.0)
-    # A NaN is larger than anything.
-    is_wrong = not apart <= allowed
+    is_wrong = not apart <= allowed  # a NaN is larger than anything
     relation = "more than" if is_wrong else "within"
     return Derived(
         sentence=f"log-probs of {len(said)} tokens are {apart:.1e} nats from transformers' in the mean, {relation} the"
         f" {allowed:.1e} that rounding explains",
         is_wrong=is_wrong,
     )
-
-
-def _mean(some: torch.Tensor, others: torch.Tensor) -> float:
-    return float((some.double() - others.double()).abs().mean())
 
 
 @torch.no_grad()
@@ -116,10 +111,9 @@ def _dtype(server: Server, fields: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype in which the server computes."""
     asked = server.arguments.get("dtype")
     name = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16" if asked in (None, "auto") else asked
-    dtype = getattr(torch, {"half": "float16", "float": "float32"}.get(str(name), str(name)), None)
+    dtype = getattr(torch, str(name), None)
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
 def _has_experts(fields: Mapping[str, Any]) -> bool:
-    language = fields.get("text_config") or fields
-    return any(language.get(name) for name in EXPERTS.split())
+    return any((fields.get("text_config") or fields).get(name) for name in EXPERTS.split())

@@ -6,12 +6,13 @@ sums, and adds those up; so it can be computed a piece at a time, in any number 
 """
 
 import hashlib
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Words = NDArray[np.uint32]
+DIGITS = 16
 TILE = 8192
 """Words of a tile: 32 KiB."""
 SPAN = 2 * TILE
@@ -26,34 +27,12 @@ LANES = (
 """For each half of a tile's sum: the factor of a word's place, what is added to it, and how far the place is rotated."""
 
 
-class TensorHash(Protocol):
-    """The hash of one tensor, whose bytes come in order."""
+def hash_of(on_gpu: bool, nbytes: int) -> Any:
+    """Return the hash that a server on such a device takes of a tensor of so many bytes.
 
-    def update(self, data: NDArray[np.uint8]) -> None:
-        """Take the next bytes."""
-        ...
-
-    def hexdigest(self) -> str:
-        """Return 16 hexadecimal digits, as the server writes them."""
-        ...
-
-
-def hash_of(on_gpu: bool, nbytes: int) -> TensorHash:
-    """Return the hash that a server on such a device takes of a tensor of so many bytes."""
-    return GpuHash(nbytes) if on_gpu else CpuHash()
-
-
-class CpuHash:
-    """The first eight bytes of SHA-256."""
-
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
-
-    def update(self, data: NDArray[np.uint8]) -> None:
-        self._sha.update(data.data)
-
-    def hexdigest(self) -> str:
-        return self._sha.hexdigest()[:16]
+    update() takes the next of them, uint8 [bytes]; of what hexdigest() returns the server writes the first DIGITS.
+    """
+    return GpuHash(nbytes) if on_gpu else hashlib.sha256()
 
 
 class GpuHash:

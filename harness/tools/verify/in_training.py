@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from harness.cluster.world import all_gather
 from harness.rollout.engine_settings import engine_environment
 from harness.tools.environments import REPOSITORY
 from harness.tools.verify.sender import write_tensors
@@ -92,14 +93,18 @@ class ServerCheck:
         gathering a DTensor is collective; with `collective` False one rank alone calls it. Raise NotVerified, on every
         rank, if one of them fails.
         """
-        with _ranks(self.collective, self.seconds) as ranks:
-            with ranks.failing_together():
-                given, verdict = ranks.in_step(named_tensors), None
-                if ranks.own == 0:
-                    verdict = self._compare(given)
-                else:
+        with _group(self.collective, self.seconds) as group:
+            given, verdict = _in_step(named_tensors, group), None
+            try:
+                if group and dist.get_rank():
                     write_tensors(given, Path(), keep=False)
-            found: Verdict = ranks.meet(verdict)[0]
+                else:
+                    verdict = self._compare(given)
+            except NotVerified:
+                raise  # all have it
+            except Exception as error:
+                _meet(NotVerified(f"{type(error).__name__}: {error}"), group)
+            found: Verdict = _meet(verdict, group)[0]
             return found
 
     def _compare(self, named_tensors: NamedTensors) -> Verdict:
@@ -135,68 +140,38 @@ class ServerCheck:
         return Verdict(code=child.returncode, lines=tuple(named))
 
 
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """What a rank says that cannot go on."""
+def _meet(said: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return what each rank of a check says, a collective call. Raise NotVerified if one of them says that it failed."""
+    everyone = all_gather(said, group) if group else [said]
+    failed = [f"rank {rank}: {each}" for rank, each in enumerate(everyone) if isinstance(each, NotVerified)]
+    if failed:
+        raise NotVerified("; ".join(failed))
+    return everyone
 
-    why: str
 
-
-@dataclass(frozen=True)
-class _Ranks:
-    """The ranks that make a check. Whatever one of them fails at, no other is left waiting for it."""
-
-    group: dist.ProcessGroup | None
-    """None: there is one."""
-    own: int
-
-    def meet(self, said: Any) -> list[Any]:
-        """Return what each rank says, a collective call. Raise NotVerified if one of them has failed."""
-        everyone = [said]
-        if self.group:
-            everyone *= dist.get_world_size(self.group)
-            dist.all_gather_object(everyone, said, group=self.group)
-        failed = [f"rank {rank}: {each.why}" for rank, each in enumerate(everyone) if isinstance(each, _Failed)]
-        if failed:
-            raise NotVerified("; ".join(failed))
-        return everyone
-
-    def in_step(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors, each after all ranks have said that they have it too."""
-        tensors = iter(named_tensors)
-        while True:
-            item = next(tensors, None)
-            names = self.meet(item and item[0])
-            if any(name != names[0] for name in names):
-                raise NotVerified(f"the ranks must give the same names in the same order; they gave {names}.")
-            if item is None:
-                return
-            if self.group is None and isinstance(item[1], DTensor) and item[1].device_mesh.size() > 1:
-                raise NotVerified(f"{item[0]} is a DTensor: call the check on all of its ranks, with collective=True.")
-            yield item
-
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Turn a failure of this rank into one of all."""
-        try:
-            yield
-        except NotVerified:
-            raise  # all have it
-        except Exception as error:
-            try:
-                self.meet(_Failed(f"{type(error).__name__}: {error}"))
-            except NotVerified as together:
-                raise together from error
+def _in_step(named_tensors: NamedTensors, group: dist.ProcessGroup | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors, each after all ranks have said that they have it too."""
+    tensors = iter(named_tensors)
+    while True:
+        item = next(tensors, None)
+        names = _meet(item and item[0], group)
+        if any(name != names[0] for name in names):
+            raise NotVerified(f"the ranks must give the same names in the same order; they gave {names}.")
+        if item is None:
+            return
+        if group is None and isinstance(item[1], DTensor) and item[1].device_mesh.size() > 1:
+            raise NotVerified(f"{item[0]} is a DTensor: call the check on all of its ranks, with collective=True.")
+        yield item
 
 
 @contextmanager
-def _ranks(collective: bool, seconds: float) -> Iterator[_Ranks]:
-    """Yield the ranks that make a check, with a group for their words: NCCL gives up what takes ten minutes."""
+def _group(collective: bool, seconds: float) -> Iterator[dist.ProcessGroup | None]:
+    """Yield a group for the words of the ranks, as NCCL gives up what takes ten minutes; None for one rank alone."""
     if not (collective and dist.is_initialized()):
-        yield _Ranks(group=None, own=0)
+        yield None
         return
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
     try:
-        yield _Ranks(group=group, own=dist.get_rank())
+        yield group
     finally:
         dist.destroy_process_group(group)

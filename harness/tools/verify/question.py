@@ -72,20 +72,18 @@ def check_folder(option: str, folder: Path, config: bool) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"{option} {folder} is no folder; give one with config.json and safetensors files.")
-    if (folder / "adapter_config.json").is_file():
-        read_headers(folder)  # raises the sentence about an adapter, if it has nothing else
-    if config and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{option} {folder} has no config.json; copy the model's there, or name its folder by --model."
-        )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{option} {folder} has no *.safetensors; give a folder that has the weights.")
     check_index(folder)
     for file in files:
         check_safetensors(file)
-    if not read_headers(folder):
+    if not read_headers(folder):  # which refuses an adapter
         raise ConfigError(f"{option} {folder} has safetensors without any tensor; give a folder that has the weights.")
+    if config and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{option} {folder} has no config.json; copy the model's there, or name its folder by --model."
+        )
 
 
 def numbers_of(option: str, text: str) -> frozenset[int] | None:

@@ -77,19 +77,19 @@ def ask_server(url: str, key: str = "", seconds: float = CHECKSUM_SECONDS) -> Se
     release = _release(arguments)
     name = f"{api.address} (sglang {release or 'of an unknown release'})"
     on_gpu = arguments.get("device") == "cuda"
-    version = _weight_version(api)
-    first, second = (_checksums(api, name, on_gpu, seconds) for _ in range(2))
-    if first != second or version != _weight_version(api):
+    model = _version_and_architectures(api)
+    ranks, missing = told = _checksums(api, name, on_gpu, seconds)
+    if told != _checksums(api, name, on_gpu, seconds) or model != _version_and_architectures(api):
         raise _updated(api)
     return Server(
         url=api.address,
         release=release,
         arguments=redact.values(arguments),
         on_gpu=on_gpu,
-        weight_version=version,
-        ranks=first.ranks,
-        architectures=_architectures(api),
-        missing=first.missing,
+        weight_version=model[0],
+        ranks=ranks,
+        architectures=model[1],
+        missing=missing,
         adapters=_adapters(api),
     )
 
@@ -160,14 +160,10 @@ def _release(arguments: Mapping[str, Any]) -> str:
     return release if isinstance(release, str) and re.fullmatch(r"[\w.+!-]{1,64}", release, re.ASCII) else ""
 
 
-def _weight_version(api: Api) -> str:
-    version = api.ask("/model_info", INFO_SECONDS).table.get("weight_version")
-    return "" if version is None else shown(version)
-
-
-def _architectures(api: Api) -> tuple[str, ...]:
-    found = api.ask("/model_info", INFO_SECONDS).table.get("architectures")
-    return tuple(shown(each) for each in found) if isinstance(found, list) else ()
+def _version_and_architectures(api: Api) -> tuple[str, tuple[str, ...]]:
+    said = api.ask("/model_info", INFO_SECONDS).table
+    version, found = said.get("weight_version"), said.get("architectures")
+    return "" if version is None else shown(version), tuple(map(shown, found)) if isinstance(found, list) else ()
 
 
 def _adapters(api: Api) -> tuple[str, ...]:
@@ -184,15 +180,8 @@ def _updated(api: Api) -> UnsupportedEnvironment:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Checksums:
-    """One answer of /weights_checker."""
-
-    ranks: tuple[ServerRank, ...]
-    missing: tuple[int, ...]
-
-
-def _checksums(api: Api, name: str, on_gpu: bool, seconds: float) -> _Checksums:
+def _checksums(api: Api, name: str, on_gpu: bool, seconds: float) -> tuple[tuple[ServerRank, ...], tuple[int, ...]]:
+    """Return what the ranks hold by one answer of /weights_checker, and the ranks that do not tell."""
     answer = api.ask("/weights_checker", seconds, {"action": "checksum"})
     entries = answer.table.get("ranks") if answer.table.get("success") is True else None
     if not isinstance(entries, list) or not entries:
@@ -212,10 +201,8 @@ def _checksums(api: Api, name: str, on_gpu: bool, seconds: float) -> _Checksums:
             "The forms of 0.5.12 to 0.5.23 are."
         ) from None
     told = {each.rank for each in found.values()}
-    return _Checksums(
-        ranks=tuple(found[each] for each in sorted(found, key=lambda key: (key[0] != TARGET, *key))),
-        missing=tuple(sorted(set(range(max(sizes, default=1))) - told)),
-    )
+    ranks = tuple(found[each] for each in sorted(found, key=lambda key: (key[0] != TARGET, *key)))
+    return ranks, tuple(sorted(set(range(max(sizes, default=1))) - told))
 
 
 def _no_checksums(name: str, on_gpu: bool, answer: Answer) -> UnsupportedEnvironment:

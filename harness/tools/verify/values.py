@@ -2,11 +2,9 @@
 neither the checkpoint nor the rank needs memory.
 """
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -16,9 +14,9 @@ from numpy.typing import NDArray
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.engine_class.checkpoint_headers import Stored
 from harness.tools.engine_class.held_tensors import HeldTensor
-from harness.tools.verify.hashes import hash_of
+from harness.tools.verify.hashes import DIGITS, hash_of
 from harness.weights.regions import Cut, Region, regions
-from harness.weights.tensor_view import TensorView
+from harness.weights.tensor_view import TensorView, span
 
 CHUNK_BYTES = 8 << 20
 """About how much of a tensor is put together at a time."""
@@ -45,7 +43,6 @@ class CheckpointReader:
     stored: Mapping[str, Stored]
     read_bytes: int = 0
     """Bytes that were read from files."""
-    _files: dict[Path, int] = field(default_factory=dict)
     _kept: OrderedDict[tuple[str, int, int], torch.Tensor] = field(default_factory=OrderedDict)
     _kept_bytes: int = 0
 
@@ -57,9 +54,8 @@ class CheckpointReader:
         return rows[start - first * row : stop - first * row]
 
     def close(self) -> None:
-        for opened in self._files.values():
-            os.close(opened)
-        self._files.clear()
+        """Forget what is kept."""
+        self._kept.clear()
 
     def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         key = name, start, stop
@@ -78,15 +74,11 @@ class CheckpointReader:
         assert each.file is not None
         dtype: torch.dtype = getattr(torch, each.dtype)
         data = bytearray((stop - start) * dtype.itemsize)
-        if each.file not in self._files:
-            self._files[each.file] = os.open(each.file, os.O_RDONLY | os.O_CLOEXEC)
-        done, at = 0, each.start + start * dtype.itemsize
-        while done < len(data):
-            count = os.preadv(self._files[each.file], [memoryview(data)[done:]], at + done)
-            if not count:
+        with each.file.open("rb") as opened:
+            opened.seek(each.start + start * dtype.itemsize)
+            if opened.readinto(data) < len(data):
                 raise UnsupportedEnvironment(f"{each.file} ended while it was read; is somebody writing it?")
-            done += count
-        self.read_bytes += done
+        self.read_bytes += len(data)
         return torch.from_numpy(np.frombuffer(data, np.uint8)).view(dtype)
 
 
@@ -138,7 +130,7 @@ def digest(recipe: Recipe, scale: Recipe | None, source: Source, on_gpu: bool) -
             for piece in dequantized(values, _scales_of_rows(scales, row, rows, held.place.shape)):
                 taken.update(bytes_of(piece))
         row += rows
-    return taken.hexdigest()
+    return taken.hexdigest()[:DIGITS]
 
 
 def dequantized(values: torch.Tensor, scales: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -185,12 +177,8 @@ def _chunks(held: HeldTensor) -> tuple[range, ...]:
 
 def _is_row_major(held: HeldTensor) -> bool:
     """Return whether a tensor is the whole of its memory, row by row."""
-    place, expected = held.place, 1
-    for size, step in zip(reversed(place.shape), reversed(place.stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return place.offset == 0 and expected == held.memory
+    view = torch.empty_strided(held.place.shape, held.place.stride, device="meta")
+    return view.is_contiguous() and held.place.offset == 0 and view.numel() == held.memory
 
 
 def _copy(region: Region, view: TensorView, memory: torch.Tensor, source: Source) -> None:
@@ -199,5 +187,4 @@ def _copy(region: Region, view: TensorView, memory: torch.Tensor, source: Source
     into = memory.as_strided(sizes, [step for _, step, _ in region.axes], region.source)
     steps = [step for _, _, step in region.axes]
     start = view.offset + region.target
-    stop = start + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) + 1
-    into.copy_(source.elements(view.of, start, stop).as_strided(sizes, steps))
+    into.copy_(source.elements(view.of, start, start + span(sizes, steps)).as_strided(sizes, steps))

@@ -14,7 +14,7 @@ from harness.tools.engine_class.checkpoint_headers import Stored, read_headers
 from harness.tools.engine_class.held_tensors import HeldTensor, Place
 from harness.tools.verify.comparison import Compared, Made, Tensor, compare
 from harness.tools.verify.explanations import Explainer
-from harness.tools.verify.hashes import hash_of
+from harness.tools.verify.hashes import DIGITS, hash_of
 from harness.tools.verify.mistakes import changes, exchanges, expert_pairs, runs_of, swaps_in_an_expert
 from harness.tools.verify.rank_predictions import RankPrediction
 from harness.tools.verify.server import ServerRank
@@ -158,7 +158,7 @@ def told_of(weights: Weights, rank: int, tp: int, on_gpu: bool) -> str:
     product = (held * scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)).bfloat16()
     taken = hash_of(on_gpu, product.nbytes)
     taken.update(bytes_of(product))
-    return taken.hexdigest()
+    return taken.hexdigest()[:DIGITS]
 
 
 def explained(folder: Path, was: Weights, new: Weights, held: Sequence[Weights], on_gpu: bool) -> str:
