@@ -5,48 +5,28 @@ does, the cause is unknown.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
+from math import prod
 
 import torch
 
 from harness.runtime.ranks import runs
 from harness.tools.engine_class.checkpoint_headers import Stored
-from harness.tools.engine_class.held_tensors import Place
 from harness.tools.verify.comparison import Compared, Made
-from harness.tools.verify.mistakes import (
-    Changed,
-    Exchanged,
-    PartlyOld,
-    bits_of,
-    changes,
-    exchanges,
-    expert_pairs,
-    runs_of,
-    sets_of,
-    swaps_in_an_expert,
-    whole,
-)
+from harness.tools.verify.mistakes import Instead, Reads, Shapes, changed, exchanged, left_out, read_from, sets_of
 from harness.tools.verify.values import CheckpointReader, Recipe, Source, digest
-from harness.weights.tensor_view import TensorView
 
 TENSOR_SECONDS, ALL_SECONDS = 60.0, 600.0
 """How long explanations of one tensor, and of all together, are tried."""
-CONSTANT = "<constant>"
-"""Stands for elements of one value; no checkpoint has such a name."""
+SIMPLE = 3
+"""The first candidates: all of it old, zero, or one. Many norms and biases are of one value, and then hold what others
+must hold, too."""
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What a tensor may be made of instead, and the phrase that then says why it differs."""
-
-    why: str
-    recipe: Recipe
-    scale: Recipe | None
-    source: Source
+Candidate = tuple[str, Recipe, Recipe | None, Source]
+"""The phrase that says why a tensor differs, and what it is then made of: its recipe, that of its scales, the source."""
 
 
 @dataclass(kw_only=True)
@@ -68,21 +48,17 @@ class Explainer:
         hash.
         """
         began, found = time.monotonic(), dict[str, list[int]]()
-        with ExitStack() as stack:
-            reader = stack.enter_context(closing(CheckpointReader(self.stored)))
-            older = stack.enter_context(closing(CheckpointReader(self.was))) if self.was else None
-            end = began + min(TENSOR_SECONDS, ALL_SECONDS - self.spent)
-            for rank, told in compared.wrong.items():
-                made = compared.tensor.made
-                old = self._old(made[rank], reader, older) if older else []
-                simple = partial(_simplest, old, made[rank], reader)
-                others = partial(self._candidates, old, made, rank, reader)
-                why = (
-                    self._tried(simple, told, found, end)
-                    or self._known(compared, rank, told)
-                    or self._tried(others, told, found, end)
-                )
-                found.setdefault(why, []).append(rank)
+        end = began + min(TENSOR_SECONDS, ALL_SECONDS - self.spent)
+        reader, older = CheckpointReader(self.stored), CheckpointReader(self.was or {})
+        moved = {name for name in sources_of(compared) if self._has_moved(name, reader, older)}
+        for rank, told in compared.wrong.items():
+            candidates = partial(self._candidates, compared.tensor.made, rank, moved, reader, older)
+            if why := self._known(compared, rank, told):
+                why = self._tried(islice(candidates(), SIMPLE), told, end) or why
+            else:  # what explained the ranks before comes first
+                again = (each for each in candidates() if each[0] in found) if any(found) else ()
+                why = self._tried(chain(again, candidates()), told, end)
+            found.setdefault(why, []).append(rank)
         self.spent += time.monotonic() - began
         self.given_up += "" in found and time.monotonic() > end
         if len(found) == 1:
@@ -99,70 +75,56 @@ class Explainer:
             return f"it holds what {there[rank]} must hold"
         return next((f"it holds what {name} on rank {other} must hold" for other, name in there.items()), "")
 
-    def _tried(
-        self, candidates: Callable[[], Iterator[Candidate]], told: str, before: Collection[str], end: float
-    ) -> str:
-        """Return which candidate gives the hash, those first that explained the ranks before."""
-        again = (each for each in candidates() if each.why in before) if any(before) else ()
-        for each in chain(again, candidates()):
-            if digest(each.recipe, each.scale, each.source, self.on_gpu) == told:
-                return each.why
+    def _tried(self, candidates: Iterable[Candidate], told: str, end: float) -> str:
+        """Return which candidate gives the hash; "" for none, or if the time is over."""
+        for why, recipe, scale, source in candidates:
+            if digest(recipe, scale, source, self.on_gpu) == told:
+                return why
             if time.monotonic() > end:
                 break
         return ""
 
-    def _old(self, made: Made, reader: Source, older: Source) -> list[Candidate]:
-        """Return the tensor with what may not have been updated: first with all of it."""
-        recipe, scale = made.recipes()
-        names = _sources(recipe, scale)
-        shapes = {name: self.stored[name].shape or () for name in names}
-        return [
-            Candidate(
-                f"{subject} kept the values of --was{said}",
-                recipe,
-                scale,
-                PartlyOld(reader, older, members, shapes, half),
-            )
-            for members, subject, said, half in _left_out(self._moved(shapes, reader, older), len(names))
-        ]
-
     def _candidates(
-        self, old: Sequence[Candidate], made: Mapping[int, Made], rank: int, reader: Source
+        self, made: Mapping[int, Made], rank: int, moved: Collection[str], reader: Source, older: Source
     ) -> Iterator[Candidate]:
-        yield from old[1:]
-        recipe, scale = made[rank].recipes()
-        names = list(_sources(recipe, scale))
-        shapes = {name: self.stored[name].shape or () for name in names}
-        if not names:
-            return
-        sets = list(sets_of(names, len(names)))
-        everywhere = list(dict.fromkeys(name for each in made.values() for name in _sources(*each.recipes())))
-        for why, instead in exchanges(everywhere, {name: self.stored[name].shape or () for name in everywhere}):
-            yield Candidate(why, recipe, scale, Exchanged(reader, instead))
+        """Yield what a rank's tensor may be made of instead. moved: the names that have other values in --was."""
+        (recipe, scale), names = made[rank].recipes(), _sources([made[rank]])
+        shapes, sets = self._shapes(names), list(sets_of(names, len(names)))
+        old = left_out([name for name in names if name in moved], len(names), shapes, reader, older)
+        changes = (
+            (f"{subject} {said}", reads)
+            for members, subject in sets
+            for said, reads in changed(members, shapes, reader)
+        )
+        simple = islice(chain(islice(old, 1), changes), SIMPLE)
+        for why, reads in chain(simple, old, self._exchanges(made.values(), reader)):
+            yield why, recipe, scale, Instead(reader, reads)
         for other in made.keys() - {rank}:
             theirs, their_scale = made[other].recipes()
             for members, subject in sets:
                 mixed = _with_shards_of(recipe, theirs, members)
                 scales = _with_shards_of(scale, their_scale, members) if scale and their_scale else None
                 if mixed or scales:
-                    why = f"{subject} arrived as the shard of rank {other}"
-                    yield Candidate(why, mixed or recipe, scales or scale, reader)
-        for members, subject in sets:
-            for said, change in changes():
-                yield Candidate(f"{subject} {said}", recipe, scale, Changed(reader, members, shapes, change))
-        for why, instead in chain(swaps_in_an_expert(names, shapes), expert_pairs(everywhere)):
-            yield Candidate(why, recipe, scale, Exchanged(reader, instead))
-        yield from (Candidate(why, *padded) for why, padded in _paddings(recipe, scale, reader))
+                    yield f"{subject} arrived as the shard of rank {other}", mixed or recipe, scales or scale, reader
+        for why, reads in changes:
+            yield why, recipe, scale, Instead(reader, reads)
 
-    def _moved(self, shapes: Mapping[str, tuple[int, ...]], reader: Source, older: Source) -> list[str]:
-        """Return the names that --was has in the same form with other values."""
-        was, found = self.was or {}, []
-        for name, shape in shapes.items():
-            each = was.get(name)
-            if each and each.file and (each.shape, each.dtype) == (shape, self.stored[name].dtype):
-                pair = [bits_of(whole(source, name, shapes)) for source in (reader, older)]
-                found += [] if torch.equal(*pair) else [name]
-        return found
+    def _exchanges(self, made: Collection[Made], reader: Source) -> Iterator[tuple[str, Reads]]:
+        """Yield tensors of all ranks in each other's place."""
+        names = _sources(made)
+        for why, pairs in exchanged(names, self._shapes(names)):
+            yield why, read_from(reader, pairs)
+
+    def _shapes(self, names: Iterable[str]) -> Shapes:
+        return {name: self.stored[name].shape or () for name in names}
+
+    def _has_moved(self, name: str, reader: Source, older: Source) -> bool:
+        """Return whether --was has a tensor in the same form with other values."""
+        new, was = self.stored[name], (self.was or {}).get(name)
+        if not was or not was.file or (was.shape, was.dtype) != (new.shape, new.dtype):
+            return False
+        pair = [each.elements(name, 0, prod(new.shape or ())).view(torch.uint8) for each in (reader, older)]
+        return not torch.equal(*pair)
 
 
 def called_ranks(ranks: Sequence[int]) -> str:
@@ -171,36 +133,12 @@ def called_ranks(ranks: Sequence[int]) -> str:
 
 def sources_of(compared: Compared) -> tuple[str, ...]:
     """Return the checkpoint tensors that fill a tensor on the ranks where it differs."""
-    made = [compared.tensor.made[rank].recipes() for rank in compared.wrong]
-    return tuple(dict.fromkeys(name for recipes in made for name in _sources(*recipes)))
+    return _sources(compared.tensor.made[rank] for rank in compared.wrong)
 
 
-def _sources(recipe: Recipe, scale: Recipe | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*recipe.held.sources, *(scale.held.sources if scale else ()))))
-
-
-def _left_out(moved: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str, str, int | None]]:
-    """Yield what may not have been updated: a set of names, what it is called, and which half of each tensor."""
-    for said, half in (("", None), (" in the first half", 0), (" in the second half", 1)):
-        for members, subject in sets_of(moved, of):
-            yield members, subject, said, half
-    for members, subject in runs_of(moved):
-        yield members, subject, "", None
-
-
-def _simplest(old: Sequence[Candidate], made: Made, reader: Source) -> Iterator[Candidate]:
-    """Yield the tensor as it was before, as nothing but zeros, and as nothing but ones.
-
-    They are tried before hashes are looked up: many norms and biases are of one value, and others must hold the same.
-    """
-    yield from old[:1]
-    recipe, scale = made.recipes()
-    held = recipe.held
-    yield Candidate("it is all zero", Recipe.of(replace(held, copies=())), scale, reader)
-    if held.dtype.is_floating_point and not scale:
-        source = _OneValue(reader, torch.ones(1).to(held.dtype))
-        ones = Recipe.of(replace(held, copies=((held.place, _constant(held.place, held.dtype)),)))
-        yield Candidate("it is all one, as SGLang makes a norm before anything is loaded", ones, None, source)
+def _sources(made: Iterable[Made]) -> tuple[str, ...]:
+    recipes = (recipe for each in made for recipe in each.recipes() if recipe)
+    return tuple(dict.fromkeys(name for recipe in recipes for name in recipe.held.sources))
 
 
 def _with_shards_of(recipe: Recipe, other: Recipe, names: frozenset[str]) -> Recipe | None:
@@ -212,30 +150,3 @@ def _with_shards_of(recipe: Recipe, other: Recipe, names: frozenset[str]) -> Rec
     replaced = iter(theirs)
     copies = tuple(next(replaced) if copy[1].name in names else copy for copy in recipe.held.copies)
     return Recipe.of(replace(recipe.held, copies=copies))
-
-
-@dataclass(frozen=True, slots=True)
-class _OneValue:
-    """A source that has CONSTANT too, all of whose elements are one value."""
-
-    source: Source
-    value: torch.Tensor
-
-    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.value if name == CONSTANT else self.source.elements(name, start, stop)
-
-
-def _paddings(
-    recipe: Recipe, scale: Recipe | None, reader: Source
-) -> Iterator[tuple[str, tuple[Recipe, Recipe | None, Source]]]:
-    """Yield the tensor with something else than zeros where SGLang's loader makes them."""
-    held = recipe.held
-    for said, value in (("one", 1.0), ("NaN", torch.nan)) if held.zeros and held.dtype.is_floating_point else ():
-        element = torch.tensor([value]).to(held.dtype)
-        copies = tuple((place, _constant(place, held.dtype)) for place in held.zeros) + held.copies
-        padded = Recipe.of(replace(held, copies=copies))
-        yield f"its padding is {said}, and not zero", (padded, scale, _OneValue(reader, element))
-
-
-def _constant(place: Place, dtype: torch.dtype) -> TensorView:
-    return TensorView(name=CONSTANT, of=CONSTANT, dtype=dtype, shape=place.shape, stride=(0,) * len(place.shape))

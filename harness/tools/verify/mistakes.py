@@ -1,80 +1,45 @@
-"""What senders do wrong with the tensors that fill one tensor of the engine: each mistake as a source that reads what it
-would have left, and the phrase that says so.
+"""What senders do wrong with the tensors that fill one tensor of the engine: each mistake as what would be read of them
+then, and the phrase that says so.
+
+Each is one that a user reported, or one of the senders in docs/measurements/foreign_senders.md.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, combinations, islice
-from math import prod
+from functools import lru_cache, partial
+from itertools import chain, combinations
+from math import nan, prod
 
 import torch
 
 from harness.tools.verify.values import Source
 from harness.weights.tensor_view import NUMBER, without_numbers
-from harness.weights.traced.model_state import INTEGER
 
 EXPERT = re.compile(r"(.*\.experts\.\d+)\..*")
 """A tensor of an expert; the group is the expert's path."""
-PAIRS = 2000
-"""How many pairs of experts are tried at most, each with the two exchanged."""
+HALVES = {"first": 0, "second": 1}
+KEPT = 2
+"""How many changed tensors are kept while the engine's is put together in chunks."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""The whole of a checkpoint tensor -> as many elements of the same dtype."""
+"""A checkpoint tensor, or elements of one -> as many elements of the same dtype."""
+Reads = Mapping[str, Callable[[int, int], torch.Tensor]]
+"""Name of a checkpoint tensor -> what gives its elements start to stop, as Source.elements does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
-    """A source whose tensors of some names were changed on their way."""
+class Instead:
+    """A source of which some tensors are read in another way."""
 
     source: Source
-    names: Collection[str]
-    shapes: Shapes
-    change: Change
+    reads: Reads
 
     def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
-        if name not in self.names:
-            return self.source.elements(name, start, stop)
-        return self.change(whole(self.source, name, self.shapes)).reshape(-1)[start:stop]
-
-
-@dataclass(frozen=True, slots=True)
-class Exchanged:
-    """A source in which tensors are in the places of others."""
-
-    source: Source
-    instead: Mapping[str, str]
-
-    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.source.elements(self.instead.get(name, name), start, stop)
-
-
-@dataclass(frozen=True, slots=True)
-class PartlyOld:
-    """A source in which some tensors, or parts of their rows, are those of the checkpoint before."""
-
-    source: Source
-    older: Source
-    names: Collection[str]
-    shapes: Shapes
-    half: int | None = None
-    """0 or 1: only the first or the second half of their rows."""
-
-    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
-        if name not in self.names:
-            return self.source.elements(name, start, stop)
-        if self.half is None:
-            return self.older.elements(name, start, stop)
-        mixed = whole(self.source, name, self.shapes).clone()
-        _half(mixed, self.half).copy_(_half(whole(self.older, name, self.shapes), self.half))
-        return mixed.reshape(-1)[start:stop]
-
-
-def whole(source: Source, name: str, shapes: Shapes) -> torch.Tensor:
-    """Return all of a checkpoint tensor, in its shape."""
-    return source.elements(name, 0, prod(shapes[name])).view(shapes[name])
+        read = self.reads.get(name)
+        return read(start, stop) if read else self.source.elements(name, start, stop)
 
 
 def sets_of(names: Sequence[str], of: int) -> Iterator[tuple[frozenset[str], str]]:
@@ -95,7 +60,7 @@ def runs_of(names: Sequence[str]) -> Iterator[tuple[frozenset[str], str]]:
     """Yield the sets of names that an update leaves out if it ends in the middle, or lacks a file: all before a name, or
     from it on, in the order of their text and in that of their numbers.
     """
-    for ordered in (sorted(names), sorted(sorted(names), key=_numbers_in)):
+    for ordered in (sorted(names), sorted(sorted(names), key=lambda name: list(map(int, NUMBER.findall(name))))):
         for cut in range(1, len(ordered)):
             for members in (ordered[cut:], ordered[:cut]):
                 yield frozenset(members), f"all from {members[0]} to {members[-1]}"
@@ -122,28 +87,111 @@ def _kind_of_linear(name: str) -> str:
     return without_numbers(_linear_of(name))
 
 
-def changes() -> Iterator[tuple[str, Change]]:
-    """Yield what may become of a tensor on its way, each with the phrase that follows its name."""
-    yield "arrived as zeros, or never", torch.zeros_like
-    yield "arrived as ones, or never", torch.ones_like
-    yield "arrived transposed", _transposed
-    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        yield f"arrived rounded to {str(dtype).removeprefix('torch.')}", _rounded(dtype)
-    yield "arrived as float8 without its scale", _without_scale
-    yield "arrived cut to bfloat16, not rounded to it", _cut_to_bfloat16
-    yield "arrived as NaN", lambda each: torch.full_like(each, torch.nan) if each.is_floating_point() else each
-    for element, place in ((0, "first"), (-1, "last")):
-        yield f"arrived with NaN as its {place} element", _with_nan(element)
-    for half, place in ((0, "first"), (1, "second")):
-        yield f"arrived in half: its {place} half is zero", _with_zeros(half)
-        yield f"arrived in half: its {place} half is the other one again", _with_other_half(half)
-    for more, said in ((1, "greater"), (-1, "less")):
-        yield f"arrived {said} by 1, as norms around zero are by those around one", _moved_by(more)
+def left_out(
+    moved: Sequence[str], of: int, shapes: Shapes, source: Source, older: Source
+) -> Iterator[tuple[str, Reads]]:
+    """Yield what may have kept the values of the checkpoint before; first all names together.
+
+    moved: the names that have other values there. of: as sets_of() takes it.
+    """
+    sets = list(sets_of(moved, of))
+    for members, subject in sets:
+        yield f"{subject} kept the values of --was", read_from(older, zip(members, members, strict=True))
+    for place, half in HALVES.items():
+        for members, subject in sets:
+            left = partial(_old_in_half, half, shapes, source, older)
+            yield f"{subject} kept the values of --was in the {place} half", _read_whole(members, left)
+    for members, subject in runs_of(moved):
+        yield f"{subject} kept the values of --was", read_from(older, zip(members, members, strict=True))
 
 
-def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield tensors that may be in each other's place, with the sentence that says so: those of two layers, such as
-    gate_proj and up_proj, with their scales or without, and all experts in another order.
+def changed(members: Iterable[str], shapes: Shapes, source: Source) -> Iterator[tuple[str, Reads]]:
+    """Yield what may become of tensors on their way, each with the phrase that follows their name."""
+    for said, change in OF_ELEMENTS.items():
+        yield f"arrived {said}", {name: partial(_changed_part, change, source, name) for name in members}
+    for said, change in OF_TENSORS.items():
+        yield f"arrived {said}", _read_whole(members, partial(_changed_whole, change, shapes, source))
+
+
+def read_from(source: Source, instead: Iterable[tuple[str, str]]) -> Reads:
+    """Return reads that give for the first of each pair of names what a source has by the second."""
+    return {name: partial(source.elements, other) for name, other in instead}
+
+
+def _read_whole(names: Iterable[str], left: Callable[[str], torch.Tensor]) -> Reads:
+    """Return reads of what a mistake leaves of whole tensors. left: name -> that."""
+    kept = lru_cache(KEPT)(left)
+    return {name: partial(_part, kept, name) for name in names}
+
+
+def _part(left: Callable[[str], torch.Tensor], name: str, start: int, stop: int) -> torch.Tensor:
+    return left(name).reshape(-1)[start:stop]
+
+
+def _changed_part(change: Change, source: Source, name: str, start: int, stop: int) -> torch.Tensor:
+    return change(source.elements(name, start, stop))
+
+
+def _changed_whole(change: Change, shapes: Shapes, source: Source, name: str) -> torch.Tensor:
+    return change(_whole(source, name, shapes))
+
+
+def _old_in_half(half: int, shapes: Shapes, source: Source, older: Source, name: str) -> torch.Tensor:
+    return _mixed(half, _whole(source, name, shapes), _whole(older, name, shapes))
+
+
+def _whole(source: Source, name: str, shapes: Shapes) -> torch.Tensor:
+    """Return all of a checkpoint tensor, in its shape."""
+    return source.elements(name, 0, prod(shapes[name])).view(shapes[name])
+
+
+def _mixed(half: int, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the first (0) or second (1) half of another's rows."""
+    rows = len(one) // 2 if one.ndim else 0
+    first, second = (one, other) if half else (other, one)
+    return torch.cat([first[:rows], second[rows:]]) if rows else one
+
+
+def _half_zero(half: int) -> Change:
+    return lambda each: _mixed(half, each, torch.zeros_like(each))
+
+
+def _of_floats(change: Change) -> Change:
+    return lambda each: change(each).to(each.dtype) if each.is_floating_point() and each.numel() else each
+
+
+def _of_norms(change: Change) -> Change:
+    return lambda each: change(each) if each.ndim == 1 and each.is_floating_point() and each.itemsize > 1 else each
+
+
+def _without_scale(each: torch.Tensor) -> torch.Tensor:
+    """Scale a tensor so that its largest value is float8's, round it to float8, and forget the scale."""
+    scale = each.float().abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    return (each.float() / scale).to(torch.float8_e4m3fn)
+
+
+OF_ELEMENTS: Mapping[str, Change] = {
+    "as zeros, or never": torch.zeros_like,
+    "as ones, or never": torch.ones_like,
+    "as NaN": _of_floats(lambda each: torch.full_like(each, nan)),
+    "rounded to bfloat16": _of_floats(torch.Tensor.bfloat16),
+    "rounded to float16": _of_floats(torch.Tensor.half),
+    "rounded to float8_e4m3fn": _of_floats(lambda each: each.to(torch.float8_e4m3fn)),
+}
+"""What may become of each element, with the phrase that says so."""
+OF_TENSORS: Mapping[str, Change] = {
+    "transposed": lambda each: each.mT.contiguous() if each.ndim > 1 else each,
+    "as float8 without its scale": _of_floats(_without_scale),
+    **{f"in half: its {place} half is zero": _half_zero(half) for place, half in HALVES.items()},
+    "greater by 1, as norms around zero are by those around one": _of_norms(lambda each: each + 1),
+    "less by 1, as norms around zero are by those around one": _of_norms(lambda each: each - 1),
+}
+"""What may become of a whole tensor."""
+
+
+def exchanged(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield (to, from) of tensors that may be in each other's place, with the sentence that says so: those of two layers,
+    such as gate_proj and up_proj, with their scales or without, and experts whose ranks were numbered backwards.
     """
     kinds = grouped(names)
     linears = grouped(sorted(names, key=lambda name: name.rpartition(".")[2]), _kind_of_linear)
@@ -151,141 +199,24 @@ def exchanges(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[
         for first, second in combinations(parts.values(), 2):
             if [shapes[name] for name in first] == [shapes[name] for name in second]:
                 each = ", in every expert" if ".experts." in first[0] else ""
-                yield f"{first[0]} and {second[0]} are in each other's place{each}", _swap(first, second)
-    experts = _by_number(names)
-    numbers = list(experts)
-    for order, said in _expert_orders(numbers):
-        yield (
-            f"the experts are {said}",
-            {
-                name: other
-                for to, source in zip(numbers, order, strict=True)
-                for name, other in zip(experts[to], experts[source], strict=True)
-            },
-        )
+                pairs = [*zip(first, second, strict=True), *zip(second, first, strict=True)]
+                yield f"{first[0]} and {second[0]} are in each other's place{each}", pairs
+    experts = _experts(names)
+    for ranks in range(2, len(experts) + 1):
+        size, rest = divmod(len(experts), ranks)
+        if not rest:
+            backwards = [each for start in range(len(experts), 0, -size) for each in experts[start - size : start]]
+            pairs = [*zip(chain(*experts), chain(*backwards), strict=True)]
+            yield f"the experts are those of {ranks} ranks in reversed order", pairs
 
 
-def swaps_in_an_expert(names: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield two tensors of one expert, such as its gate_proj and up_proj, that may be in each other's place."""
-    for own in _by_number(names).values():
-        for one, other in combinations(own, 2):
-            if shapes[one] == shapes[other]:
-                yield f"{one} and {other} are in each other's place", _swap([one], [other])
-
-
-def expert_pairs(names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield pairs of experts that may have been swapped, or of which one may have been sent in both places."""
-    experts = _by_number(names)
-    for one, other in islice(combinations(experts, 2), PAIRS):
-        yield f"experts {one} and {other} are in each other's place", _swap(experts[one], experts[other])
-        for twice, lost in ((one, other), (other, one)):
-            yield (
-                f"expert {twice} is in the place of expert {lost} too",
-                dict(zip(experts[lost], experts[twice], strict=True)),
-            )
-
-
-def _expert_orders(numbers: Sequence[int]) -> Iterator[tuple[list[int], str]]:
-    """Yield which expert may be in the place of each, with the phrase that says so. Ranks: of expert parallelism."""
-    yield sorted(numbers, key=str), "in the order of their numbers as text (0, 1, 10, 11, 2)"
-    for ranks in range(2, len(numbers) + 1):
-        size, rest = divmod(len(numbers), ranks)
-        if rest:
-            continue
-        blocks = [list(numbers[start : start + size]) for start in range(0, len(numbers), size)]
-        places = f"{size} place{'s' * (size > 1)}"
-        for order, said in (
-            (blocks[::-1], f"those of {ranks} ranks in reversed order"),
-            (blocks[1:] + blocks[:1], f"{places} too early"),
-            (blocks[-1:] + blocks[:-1], f"{places} too late"),
-            ([list(numbers[rank::ranks]) for rank in range(ranks)], f"dealt out to {ranks} ranks in turn"),
-            (blocks[:1] * ranks, f"those of the first of {ranks} ranks on each of them"),
-        ):
-            yield list(chain.from_iterable(order)), said
-
-
-def _by_number(names: Sequence[str]) -> dict[int, list[str]]:
-    """Return the names of each expert, in one order; empty if these are not the tensors of several experts."""
-    found: dict[int, list[str]] = {}
+def _experts(names: Sequence[str]) -> list[list[str]]:
+    """Return the names of each expert, in one order; empty if these are not the tensors of experts alone."""
+    found: dict[int, list[str]] = defaultdict(list)
     for name in sorted(names, key=without_numbers):
-        if ".experts." not in name:
-            return {}
         number = NUMBER.search(name.partition(".experts")[2])
         if not number:
-            return {}
-        found.setdefault(int(number[0]), []).append(name)
+            return []
+        found[int(number[0])].append(name)
     alike = len({tuple(map(without_numbers, each)) for each in found.values()}) == 1
-    return dict(sorted(found.items())) if alike and len(found) > 1 else {}
-
-
-def _swap(first: Sequence[str], second: Sequence[str]) -> dict[str, str]:
-    return dict(zip([*first, *second], [*second, *first], strict=True))
-
-
-def _transposed(each: torch.Tensor) -> torch.Tensor:
-    return bits_of(each).mT.contiguous().view(each.dtype) if each.ndim > 1 else each
-
-
-def _rounded(dtype: torch.dtype) -> Change:
-    return lambda each: each.to(dtype).to(each.dtype) if each.is_floating_point() else each
-
-
-def _numbers_in(name: str) -> list[int]:
-    return [int(each) for each in NUMBER.findall(name)]
-
-
-def _without_scale(each: torch.Tensor) -> torch.Tensor:
-    """Scale a tensor so that its largest value is float8's, round it to float8, and forget the scale."""
-    if not each.is_floating_point() or each.itemsize == 1 or not each.numel():
-        return each
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    return (each.float() / (each.float().abs().max() / largest)).to(torch.float8_e4m3fn).to(each.dtype)
-
-
-def _moved_by(more: int) -> Change:
-    return lambda each: each + more if each.ndim == 1 and each.is_floating_point() and each.itemsize > 1 else each
-
-
-def _cut_to_bfloat16(each: torch.Tensor) -> torch.Tensor:
-    return (each.view(torch.int32) & -65536).view(torch.float32) if each.dtype == torch.float32 else each
-
-
-def _with_nan(element: int) -> Change:
-    def change(each: torch.Tensor) -> torch.Tensor:
-        found = each.clone()
-        if each.is_floating_point() and each.numel():
-            found.view(-1)[element] = torch.nan
-        return found
-
-    return change
-
-
-def _with_zeros(half: int) -> Change:
-    def change(each: torch.Tensor) -> torch.Tensor:
-        found = each.clone()
-        _half(found, half).zero_()
-        return found
-
-    return change
-
-
-def _with_other_half(half: int) -> Change:
-    def change(each: torch.Tensor) -> torch.Tensor:
-        found = each.clone()
-        if each.ndim and len(each) % 2 == 0:
-            _half(found, half).copy_(_half(each, 1 - half))
-        return found
-
-    return change
-
-
-def _half(each: torch.Tensor, half: int) -> torch.Tensor:
-    """Return the first or second half of a tensor's rows; nothing of one without rows."""
-    rows = len(each) // 2 if each.ndim else 0
-    flat = each if each.ndim else each.view(1)
-    return (flat[:rows] if half == 0 else flat[rows:]) if rows else flat[:0]
-
-
-def bits_of(each: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as integers, as 8-bit floats can be moved and not much else."""
-    return each.view(INTEGER[each.itemsize])
+    return [found[number] for number in sorted(found)] if alike else []

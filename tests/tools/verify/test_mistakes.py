@@ -2,8 +2,8 @@
 
 import pickle
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from harness.tools.engine_class.held_tensors import HeldTensor, Place
 from harness.tools.verify.comparison import Compared, Made, Tensor, compare
 from harness.tools.verify.explanations import Explainer
 from harness.tools.verify.hashes import DIGITS, hash_of
-from harness.tools.verify.mistakes import changes, exchanges, expert_pairs, runs_of, swaps_in_an_expert
+from harness.tools.verify.mistakes import changed, exchanged, runs_of
 from harness.tools.verify.rank_predictions import RankPrediction
 from harness.tools.verify.server import ServerRank
 from harness.tools.verify.values import bytes_of
@@ -23,39 +23,32 @@ from harness.tools.verify.verdict import Different
 from harness.weights.findings import grouped
 from harness.weights.tensor_view import TensorView
 
-EXPERTS = 8
-NAMES = [f"model.layers.1.mlp.experts.{number}.down_proj.weight" for number in range(EXPERTS)]
+NAMES = [f"model.layers.1.mlp.experts.{number}.down_proj.weight" for number in range(12)]
 
 
-def in_the_place_of(numbers: Callable[[int], int]) -> dict[str, str]:
-    return {NAMES[place]: NAMES[numbers(place)] for place in range(EXPERTS)}
+@dataclass(frozen=True)
+class Memory:
+    """A source of tensors in memory."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.tensors[name].reshape(-1)[start:stop]
 
 
-def test_experts_in_the_orders_that_expert_parallelism_may_give_them() -> None:
-    tried = [instead for _, instead in exchanges(NAMES, {name: (4, 4) for name in NAMES})]
-    per_rank = EXPERTS // 4
-    for numbers in (
-        lambda place: (place + 4) % EXPERTS,  # two ranks in reversed order
-        lambda place: (place - per_rank) % EXPERTS,  # each of four ranks has the next one's number
-        lambda place: place % per_rank,  # each of four ranks numbers its own from 0
-        lambda place: place * 2 % EXPERTS + place * 2 // EXPERTS,  # dealt out to two ranks
-    ):
-        assert in_the_place_of(numbers) in tried
-    assert {NAMES[3]: NAMES[2]} in [instead for _, instead in expert_pairs(NAMES)]  # one of them twice
-
-
-def test_two_tensors_of_one_expert_in_each_others_place() -> None:
-    names = [f"mlp.experts.{number}.{part}_proj.weight" for number in range(3) for part in ("gate", "up", "down")]
-    shapes = {name: (4, 8) if "down" in name else (8, 4) for name in names}
-    tried = [instead for _, instead in swaps_in_an_expert(names, shapes)]
-    assert {names[3]: names[4], names[4]: names[3]} in tried and len(tried) == 3
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_experts_of_ranks_that_are_numbered_backwards(ranks: int) -> None:
+    tried = [dict(pairs) for _, pairs in exchanged(NAMES, dict.fromkeys(NAMES, (4, 4)))]
+    size = len(NAMES) // ranks
+    sent = {name: NAMES[(ranks - 1 - place // size) * size + place % size] for place, name in enumerate(NAMES)}
+    assert sent in tried
 
 
 def test_two_layers_in_each_others_place_with_their_scales_and_without() -> None:
     gate, up = (f"model.layers.1.mlp.{each}_proj.weight" for each in ("gate", "up"))
     scales = [f"{name}_scale_inv" for name in (gate, up)]
     shapes = dict.fromkeys((gate, up), (256, 256)) | dict.fromkeys(scales, (2, 2))
-    tried = [instead for _, instead in exchanges([gate, up, *scales], shapes)]
+    tried = [dict(pairs) for _, pairs in exchanged([gate, up, *scales], shapes)]
     assert {gate: up, up: gate} in tried
     assert {gate: up, up: gate, scales[0]: scales[1], scales[1]: scales[0]} in tried
 
@@ -68,11 +61,19 @@ def test_an_update_that_ended_in_the_middle_in_either_order_of_names() -> None:
     assert {names[0], names[2]} not in left_out
 
 
-def test_float8_without_its_scale_and_norms_around_zero() -> None:
-    tried = [change for _, change in changes()]
-    sent = torch.tensor([0.5, -2.0, 1.25], dtype=torch.bfloat16)
-    for left in (torch.tensor([112.0, -448.0, 288.0]), sent - 1, sent + 1):
-        assert any(torch.equal(change(sent), left.bfloat16()) for change in tried)
+def test_what_may_become_of_a_tensor_on_its_way_whole_and_in_parts() -> None:
+    sent = torch.tensor([[0.5, -2.0], [1.25, 3.0]], dtype=torch.bfloat16)
+    source, shapes = Memory({"w": sent, "norm": sent[0], "e": torch.arange(3)}), {"w": (2, 2), "norm": (2,), "e": (3,)}
+    for name, said, left in (
+        ("w", "transposed", [0.5, 1.25, -2.0, 3.0]),
+        ("w", "as float8 without its scale", [72.0, -288.0, 192.0, 448.0]),
+        ("w", "in half: its second half is zero", [0.5, -2.0, 0.0, 0.0]),
+        ("norm", "less by 1, as norms around zero are by those around one", [-0.5, -3.0]),
+        ("w", "less by 1, as norms around zero are by those around one", [0.5, -2.0, 1.25, 3.0]),  # it is no norm
+        ("e", "as NaN", [0, 1, 2]),  # whole numbers have none
+    ):
+        read = dict(changed([name], shapes, source))[f"arrived {said}"][name]
+        assert read(0, len(left)).tolist() == left and read(1, 2).tolist() == left[1:2]
 
 
 def of_layer(layer: int, expert: int) -> Different:
