@@ -5,7 +5,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from harness.runtime.events import working
@@ -137,14 +137,14 @@ def compare(
     def digests_of(tensor: Tensor) -> tuple[Compared, int]:
         known: dict[tuple[HeldTensor, HeldTensor | None], str] = {}
         found = {}
-        with closing(CheckpointReader(stored)) as reader:
-            for rank, made in tensor.made.items():
-                recipe, scale = made.recipes()
-                key = recipe.held, scale.held if scale else None
-                if key not in known:  # many tensors are the same on all ranks
-                    known[key] = digest(recipe, scale, reader, on_gpu)
-                found[rank] = known[key]
-            return Compared(tensor=tensor, digests=found), reader.read_bytes
+        reader = CheckpointReader(stored)
+        for rank, made in tensor.made.items():
+            recipe, scale = made.recipes()
+            key = recipe.held, scale.held if scale else None
+            if key not in known:  # many tensors are the same on all ranks
+                known[key] = digest(recipe, scale, reader, on_gpu)
+            found[rank] = known[key]
+        return Compared(tensor=tensor, digests=found), reader.read_bytes
 
     compared, read = [], 0
     with _progress(sum(each.nbytes for each in tensors)) as done, ThreadPoolExecutor(threads) as pool:

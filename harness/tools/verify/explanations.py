@@ -5,7 +5,7 @@ does, the cause is unknown.
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from harness.runtime.ranks import runs
+from harness.runtime.ranks import ranks_in_words
 from harness.tools.engine_class.checkpoint_headers import Stored
 from harness.tools.verify.comparison import Compared, Made
 from harness.tools.verify.mistakes import Instead, Reads, Shapes, changed, exchanged, left_out, read_from, sets_of
@@ -63,7 +63,7 @@ class Explainer:
         self.given_up += "" in found and time.monotonic() > end
         if len(found) == 1:
             return next(iter(found))
-        return "; ".join(f"on {called_ranks(ranks)}, {why or 'cause unknown'}" for why, ranks in found.items())
+        return "; ".join(f"on {ranks_in_words(ranks)}, {why or 'cause unknown'}" for why, ranks in found.items())
 
     def _known(self, compared: Compared, rank: int, told: str) -> str:
         """Return what else of this engine must have that hash; "" for nothing."""
@@ -125,10 +125,6 @@ class Explainer:
             return False
         pair = [each.elements(name, 0, prod(new.shape or ())).view(torch.uint8) for each in (reader, older)]
         return not torch.equal(*pair)
-
-
-def called_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {runs(sorted(ranks))}"
 
 
 def sources_of(compared: Compared) -> tuple[str, ...]:

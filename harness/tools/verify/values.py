@@ -53,10 +53,6 @@ class CheckpointReader:
         rows = self._rows(name, first * row, last * row)
         return rows[start - first * row : stop - first * row]
 
-    def close(self) -> None:
-        """Forget what is kept."""
-        self._kept.clear()
-
     def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         key = name, start, stop
         if key in self._kept:

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.runtime.ranks import runs
+from harness.runtime.ranks import ranks_in_words, runs
 from harness.tools.engine_class.engine_answer import KV_CACHE_SCALES
 from harness.tools.verify.comparison import NOTHING, UNTOLD, Compared, Unpredicted
-from harness.tools.verify.explanations import called_ranks
 from harness.tools.verify.mistakes import called
 from harness.tools.verify.mistakes import grouped as by_kind
 from harness.tools.verify.rank_predictions import IN_PART
@@ -41,7 +40,7 @@ class Different:
         """Where it differs: the ranks, and of which engines if data parallelism has several."""
         replicas = self.compared.wrong_replicas
         of = f" of DP replica{'s' * (len(replicas) > 1)} {runs(replicas)}" if replicas else ""
-        return called_ranks(self.ranks) + of
+        return ranks_in_words(self.ranks) + of
 
     @property
     def finding(self) -> Finding:
@@ -146,7 +145,7 @@ class Answer:
                 )
             return (
                 f"{len(self.different)} of {self.compared} tensors of {where} are not what {self.weights} says; first:"
-                f" {first.finding}"
+                f" {first.label}: differs on {first.place}: {first.why or 'cause unknown'}"
             )
         all_ranks = sum(each.role == TARGET for each in self.server.ranks) + len(self.server.missing)
         ranks = f"{self.ranks} of {all_ranks} rank{'s' * (all_ranks > 1)}"
