@@ -3,11 +3,11 @@
     python3 launch/run_tests.py [--fast | --all] [pytest's arguments]
 
 Makes the environment if there is none (harness/tools/environments.py), with what the tests need, and becomes `python -m
-pytest -n 3 --dist loadfile` with the arguments. There are three lanes. --fast leaves out every test that is slow or
-starts a process, for a run before each commit. The default has, of each room, those engine tests too that would catch
-what the room is for. --all has every test, and says at its end how each room did; `--all -m long` runs what the default
-leaves out. Tests marked gpu are skipped where there is no GPU. Exit codes: pytest's; 125 the environment cannot be made
-here.
+pytest -n 3 --dist loadfile --no-loadscope-reorder` with the arguments. There are three lanes. --fast leaves out every
+test that is slow or starts a process, for a run before each commit. The default has, of each room, those engine tests
+too that would catch what the room is for. --all has every test, and says at its end how each room did; `--all -m long`
+runs what the default leaves out. Tests marked gpu are skipped where there is no GPU. Exit codes: pytest's; 125 the
+environment cannot be made here.
 """
 
 import os
@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> int:
         print(f"error: {problem}.", file=sys.stderr)
         return problem.exit_code
     # Three at a time, because many tests wait. One worker for each file, because an engine started for a file's tests
-    # serves them all.
-    command = [python, "-m", "pytest", "-n", "3", "--dist", "loadfile"]
+    # serves them all. Files start in the order of tests/conftest.py.
+    command = [python, "-m", "pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
     if "--fast" in arguments:
         command += ["-m", "not slow and not long and not gpu"]
     elif "--all" in arguments:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,12 +35,17 @@ FORBIDDEN_WHEN_FAST = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_sp
 """Python's audit events of a new process (https://docs.python.org/3/library/audit_events.html)."""
 
 ENDS = ("passed", "failed", "error", "skipped")
+SECONDS = Path(__file__).with_name("seconds.txt")
+"""Of each file, the seconds of its long tests and of the others: lines of `seconds lane file`."""
+RECORDED_FROM = 2.0
+"""Seconds; shorter ones are left out."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of launch/run_tests.py."""
     parser.addoption("--fast", action="store_true", help="skip every test that starts a process, as soon as it does")
     parser.addoption("--all", action="store_true", help="say how each room did; run_tests.py selects every test")
+    parser.addoption("--record-seconds", action="store_true", help="write tests/seconds.txt from this run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,25 +65,63 @@ def pytest_configure(config: pytest.Config) -> None:
     multiprocessing.process.BaseProcess.start = refuse_start  # type: ignore[method-assign]  # it raises no audit event
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip what needs a GPU where there is none. Let the longest files start first, so that no worker idles at the
+    end."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    seconds, files = recorded_seconds(), Counter[str]()
+    for lane, file in {(lane_of(item.keywords), file_of(item.nodeid)) for item in items}:
+        files[file] += seconds[lane, file]
+    items.sort(key=lambda item: -files[file_of(item.nodeid)])
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def lane_of(keywords: Container[str]) -> str:
+    return "long" if "long" in keywords else "default"
+
+
+def recorded_seconds() -> Counter[tuple[str, str]]:
+    """Return what is known of each lane's part of each file."""
+    lines = SECONDS.read_text(encoding="utf-8").splitlines() if SECONDS.exists() else []
+    return Counter({(lane, file): float(seconds) for seconds, lane, file in map(str.split, lines)})
+
+
+def record_seconds(reports: Iterable[pytest.TestReport]) -> None:
+    """Write what this run took, and keep what is known of files that were not in it."""
+    taken = Counter[tuple[str, str]]()
+    for report in reports:
+        taken[lane_of(report.keywords), file_of(report.nodeid)] += report.duration
+    known = {key: seconds for key, seconds in recorded_seconds().items() if (SECONDS.parents[1] / key[1]).exists()}
+    lines = [
+        f"{seconds:.0f} {lane} {file}\n"
+        for (lane, file), seconds in Counter(known | taken).most_common()
+        if seconds >= RECORDED_FROM
+    ]
+    SECONDS.write_text("".join(lines), encoding="utf-8")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """With --all, print a line for each room: the folder of its tests, how they ended, and their seconds."""
-    if not config.getoption("--all"):
-        return
     rooms: dict[str, Counter[str]] = {}
+    reports = []
     for outcome in (*ENDS, ""):  # set-ups and what follows a test have none
         for report in terminalreporter.stats.get(outcome, []):
             if not isinstance(report, pytest.TestReport):
                 continue  # of a file that could not be collected, which is said above
-            room = rooms.setdefault(str(Path(report.nodeid.partition("::")[0]).parent), Counter())
+            reports.append(report)
+            room = rooms.setdefault(str(Path(file_of(report.nodeid)).parent), Counter())
             room.update({outcome: 1, "seconds": report.duration})
+    if config.getoption("--record-seconds"):
+        record_seconds(reports)
+    if not config.getoption("--all"):
+        return
     terminalreporter.section("rooms")
     for name, room in sorted(rooms.items()):
         ended = ", ".join(f"{room[outcome]} {outcome}" for outcome in ENDS if room[outcome])
