@@ -6,19 +6,22 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from packaging.requirements import Requirement
 
+from harness.runtime.fork_server import ForkServer
 from harness.tools.hosts import kernel
 from harness.tools.repro.case import CANNOT, Case, Variant, all_cases
 from harness.tools.repro.cases.engine_start_and_end import NOBODY
 from harness.tools.repro.cases.payloads import SHARED_TENSORS
-from harness.tools.repro.run_cases import VariantOutcome, judge
+from harness.tools.repro.run_cases import VariantOutcome, judge, run_case, sharing_imports, variant_environment
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 QUICK = ("cpu-payload-authkey", "missing-main-guard")
@@ -96,16 +99,39 @@ def may_be_impossible_here(case: Case) -> bool:
 
 
 def check(slug: str) -> None:
-    case = all_cases()[slug]
+    """As a user runs it."""
     command = [sys.executable, str(REPOSITORY / "launch" / "repro.py"), "run", slug]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * case.timeout_seconds + 60)
-    last = ended.stdout.rstrip().rpartition("\n")[2]
-    if last.startswith(CANNOT) and may_be_impossible_here(case):
-        assert ended.returncode == 125
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * all_cases()[slug].timeout_seconds + 60)
+    expected = 125 if CANNOT in ended.stdout else 0 if slug in NOT_HERE else 1
+    assert ended.returncode == expected, ended.stdout + ended.stderr
+    check_verdict(slug, ended.stdout + ended.stderr, ended.stdout)
+
+
+@contextmanager
+def as_from_a_shell() -> Iterator[None]:
+    """Take away pytest's variable, which differs in each test: a fork server serves one environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST")
+        yield
+
+
+def check_forked(slug: str, server: ForkServer | None, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same without a Python of its own: the server forks the variants. There is none where there are GPUs."""
+    if not server:
+        return check(slug)
+    with as_from_a_shell():
+        assert not server.obstacle(variant_environment(tempfile.gettempdir(), []))
+        run_case(all_cases()[slug], [], server)
+    printed = capfd.readouterr()
+    check_verdict(slug, printed.out + printed.err, printed.out)
+
+
+def check_verdict(slug: str, all_printed: str, printed: str) -> None:
+    last = printed.rstrip().rpartition("\n")[2]
+    if last.startswith(CANNOT) and may_be_impossible_here(all_cases()[slug]):
         pytest.skip(last)
     expected = "not reproduced: " if slug in NOT_HERE else "reproduced: "
-    assert last.startswith(expected) and NOT_HERE.get(slug, "") in last, ended.stdout + ended.stderr
-    assert ended.returncode == (0 if slug in NOT_HERE else 1)
+    assert last.startswith(expected) and NOT_HERE.get(slug, "") in last, all_printed
 
 
 @pytest.mark.parametrize("slug", QUICK)
@@ -131,7 +157,25 @@ def test_here(slug: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     assert NOT_HERE.get(slug, "") in sentence
 
 
+ON_A_CPU = [slug for slug in NO_GPU if slug not in TRUE_SIZE]
+FORKED = [slug for slug in ON_A_CPU if all_cases()[slug].needs == "cpu" and not all_cases()[slug].new_python]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer | None]:
+    with ExitStack() as stack:
+        with as_from_a_shell():
+            found = stack.enter_context(sharing_imports([all_cases()[slug] for slug in FORKED], []))
+        yield found
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("slug", [slug for slug in NO_GPU if slug not in TRUE_SIZE])
-def test_on_a_cpu(slug: str) -> None:
+@pytest.mark.parametrize("slug", FORKED)
+def test_on_a_cpu(slug: str, server: ForkServer | None, capfd: pytest.CaptureFixture[str]) -> None:
+    check_forked(slug, server, capfd)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("slug", [slug for slug in ON_A_CPU if slug not in FORKED])
+def test_on_a_cpu_in_a_new_python(slug: str) -> None:
     check(slug)
