@@ -30,6 +30,15 @@ SHARING_GPUS = [
 """For runs that share their GPUs: no memory saver, which judges a release by the free bytes of the whole GPU, and a KV
 cache of a fixed size, where an engine would take a share of what is free. What others take while an engine loads counts
 against its share."""
+DP_AND_EP = [
+    *["--engine.args.enable_dp_attention", "true", "--engine.args.dp_size", "2", "--engine.args.ep_size", "2"],
+    *["--engine.args.sleep_on_idle", "false"],
+    *["--run.steps", "2", "--rollout.prompts_per_step", "8", "--rollout.responses_per_prompt", "2"],
+    *["--actor.minibatch_size", "16", "--actor.ppo_epochs", "1"],
+]
+"""An engine of two ranks with DP attention and expert parallelism, and two small steps. A scheduler that sleeps when
+idle looks only each second for what its peers wait for, so that with DP attention each call takes a second; one that does
+not sleep takes the cores from the trainer."""
 Launcher = Literal["forked", "plain"]
 LAUNCHERS: dict[Launcher, list[str]] = {"forked": ["launch/torchrun.py"], "plain": ["-m", "torch.distributed.run"]}
 """Python's arguments: ranks that are forked from one import, and torchrun's own. The first is sooner at a run's first

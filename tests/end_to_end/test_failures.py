@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launching import QUICKSTART, Job, run
-from tests.real_bugs.bug import Bug
-from tests.real_bugs.sender import nothing_ever_sent, nothing_sent
 
 pytestmark = pytest.mark.slow
 
@@ -119,18 +117,6 @@ def test_a_scheduler_that_the_out_of_memory_killer_ends_is_told_so(
 
 
 @pytest.mark.long
-def test_a_tensor_that_is_not_sent_is_named_before_anything_is_generated_with_it(tmp_path: Path) -> None:
-    job = run(tmp_path / "run", 2, QUICKSTART, script="tests/end_to_end/ppo_without_one_tensor.py")
-    assert job.process.returncode == 1
-    (line,) = {each for each in job.output().splitlines() if "rank 0 FAILED" in each}
-    found = "in the rehearsal: after the sync the engine holds other weights: model.layers.1.mlp.up_proj.weight: never"
-    assert f"WeightsDidNotArrive: {found} written: 4096 of 4096 elements on rank 0" in line
-    assert line.count("model.") == 1
-    assert not any(event.get("phase") == "generate" for event in job.events())
-    assert job.left_behind() == []
-
-
-@pytest.mark.long
 def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path) -> None:
     script = "tests/end_to_end/ppo_with_one_bad_rank.py"
     job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART], script=script)
@@ -139,41 +125,4 @@ def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path) -> Non
     assert job.wait(60) == 1
     assert time.monotonic() - started < 20
     assert "rank 1 FAILED: ArithmeticError: planted on rank 1" in job.output()
-    assert job.left_behind() == []
-
-
-def ends_in_stale_syncs(bug: Bug, when: str, tmp_path: Path, *arguments: str) -> None:
-    """Run with syncs that do nothing from then on: it is named there."""
-    words = (*bug.words(), *arguments)
-    job = run(tmp_path / "run", 2, *words, environment=bug.environment(tmp_path / "acted"))
-    assert job.process.returncode == 1, job.output()
-    assert f"WeightsDidNotArrive: {when}: after the sync the engine holds other weights: " in job.output()
-    assert "PASSED" not in job.output()
-    assert job.left_behind() == []
-
-
-def test_a_sync_that_does_nothing_is_caught_where_no_weight_moves(tmp_path: Path) -> None:
-    """With GRPO and rewards that are all equal, the engine holds the right weights already."""
-    ends_in_stale_syncs(nothing_sent, "step 1", tmp_path)
-
-
-@pytest.mark.long
-def test_syncs_that_never_do_anything_are_caught(tmp_path: Path) -> None:
-    ends_in_stale_syncs(nothing_ever_sent, "in the rehearsal", tmp_path)
-
-
-@pytest.mark.long
-def test_pulls_that_do_nothing_are_caught_while_only_the_critic_learns(tmp_path: Path) -> None:
-    gae = ("--algorithm.advantage", "gae", "--algorithm.critic_warmup", "3", "--weights.transport", "pull")
-    ends_in_stale_syncs(nothing_sent, "step 1", tmp_path, *gae)
-
-
-@pytest.mark.long
-def test_a_copy_that_nothing_computes_with_is_noted_and_no_failure(tmp_path: Path) -> None:
-    job = run(tmp_path / "run", 2, QUICKSTART, script="tests/end_to_end/ppo_with_early_copy.py")
-    assert job.process.returncode == 0, job.output()
-    assert (
-        "agree, so nothing computes with it" in job.output()
-        and "model.layers.0.self_attn.qkv_proj.kept_weight, a copy" in job.output()
-    )
     assert job.left_behind() == []

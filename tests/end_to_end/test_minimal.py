@@ -228,8 +228,9 @@ def test_a_call_has_all_that_sglang_fuses(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_three_steps_of_qwen2_pass_and_every_sync_is_proven(tmp_path: Path) -> None:
-    job, (word, steps, proven, worst) = run_minimal(tmp_path, 2)
+def test_three_steps_of_a_checkpoint_folder_pass_and_every_sync_is_proven(tmp_path: Path) -> None:
+    minimal.write_model(str(tmp_path / "model"), "qwen2", minimal.tiny_shape("qwen2"), 5)
+    job, (word, steps, proven, worst) = run_minimal(tmp_path, 2, "--model", str(tmp_path / "model"))
     assert (job.process.returncode, word, steps, proven) == (0, "PASSED", "3", "3")
     assert 0 < float(worst) < 1e-5
 
@@ -246,13 +247,6 @@ def test_a_sync_that_is_left_out_fails(tmp_path: Path) -> None:
     job, (word, steps, proven, worst) = run_minimal(tmp_path, 2, "--skip-sync", "1")
     assert (job.process.returncode, word, steps, proven) == (1, "FAILED", "2", "1")
     assert float(worst) > 1e-2
-
-
-@pytest.mark.long
-def test_a_checkpoint_folder_is_read(tmp_path: Path) -> None:
-    minimal.write_model(str(tmp_path / "model"), "qwen2", minimal.tiny_shape("qwen2"), 5)
-    job, (word, *_) = run_minimal(tmp_path, 1, "--model", str(tmp_path / "model"), "--tp", "1")
-    assert (job.process.returncode, word) == (0, "PASSED")
 
 
 def test_a_scheduler_that_fails_between_two_calls_ends_its_rank(tmp_path: Path) -> None:

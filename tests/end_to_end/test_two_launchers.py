@@ -37,10 +37,14 @@ def agents(folder: Path, number: int, *arguments: str, launcher: Launcher = "for
     ("number", "ranks", "arguments"),
     [
         (2, 2, ["--parallel.tp", "4"]),
-        pytest.param(2, 2, ["--parallel.tp", "2", "--parallel.pp", "2"], marks=pytest.mark.long),
-        pytest.param(4, 1, ["--parallel.tp", "4", "--weights.transport", "pull"], marks=pytest.mark.long),
+        pytest.param(
+            4,
+            1,
+            ["--parallel.tp", "2", "--parallel.pp", "2", "--weights.transport", "pull"],
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["two-tp4", "two-pp2", "four-pull"],
+    ids=["two-tp4", "four-pp2-pull"],
 )
 def test_ranks_of_several_launchers_share_an_engine(
     tmp_path: Path, number: int, ranks: int, arguments: list[str]

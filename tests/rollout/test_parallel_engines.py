@@ -1,4 +1,6 @@
-"""Engines with DP attention and expert parallelism compute what an engine of one rank computes."""
+"""Engines with DP attention and expert parallelism compute what an engine of one rank computes.
+
+On a CPU tests/end_to_end/test_runs.py compares one with the trainer."""
 
 import json
 import os
@@ -49,17 +51,6 @@ def scored(model: str, arguments: dict[str, Any], folder: Path) -> Scored:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: Scored = json.loads(file.read_text())
     return found
-
-
-@pytest.mark.long
-def test_two_ranks_compute_what_one_does_before_and_after_an_update(tmp_path: Path) -> None:
-    expected = scored("deepseek_v3", {}, tmp_path)
-    found = scored("deepseek_v3", {"tp_size": 2, **PARALLEL_ENGINES["dp_and_ep"]}, tmp_path)
-    assert expected[0] != expected[1], "the update changes the answers"
-    for theirs, ours in zip(found, expected, strict=True):
-        for prompt, single in zip(theirs, ours, strict=True):
-            assert [token for _, token in prompt] == [token for _, token in single]
-            assert [value for value, _ in prompt] == pytest.approx([value for value, _ in single], abs=1e-5, rel=0)
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,9 @@ def expected_place(phase: str) -> str:
 
 
 REAL = {
-    "nan-gradient@update_actor:1:1": r"rank 1 on \S+ failed in update_actor of step 1 at .*: FloatingPointError: .*not on rank 1",
+    # In float16, where a gradient that is not finite may be an overflow: this one is not taken for one.
+    "nan-gradient@update_actor:1:1": r"rank 1 on \S+ failed in update_actor of step 1 at .*: FloatingPointError: the"
+    r' gradient norm of the actor must be finite, got nan; it is not on rank 1 \(model.dtype = "float16", loss scale 1\)',
     "wrong-shape@sync:1:1": r"rank 1 on \S+ failed in sync of step 1 at .*: WeightsRefused: model.embed_tokens.weight: .* on rank 1",
     "dropped-bucket@sync:1:1": r"rank [01] on \S+ failed (in|after) \w+ of step 1 at .*: WeightsDidNotArrive: step 1: .*",
     "lost-message@sync:1:1": r"deadline of 20 s passed in sync of step 1: ",
@@ -100,18 +102,17 @@ REAL_DEADLINE = "{sync = 20}"
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("fault", "transport", "launcher"),
+    ("fault", "words", "launcher"),
     [
-        ("nan-gradient@update_actor:1:1", "auto", "forked"),
-        ("wrong-shape@sync:1:1", "auto", "forked"),
-        ("dropped-bucket@sync:1:1", "auto", "forked"),
-        ("lost-message@sync:1:1", "pull", "forked"),
-        ("kill@start_engine:1", "auto", "plain"),
+        ("nan-gradient@update_actor:1:1", ["--model.dtype", "float16"], "forked"),
+        ("wrong-shape@sync:1:1", [], "forked"),
+        ("dropped-bucket@sync:1:1", [], "forked"),
+        ("lost-message@sync:1:1", ["--weights.transport", "pull"], "forked"),
+        ("kill@start_engine:1", [], "plain"),
     ],
 )
-def test_the_same_with_real_engines(tmp_path: Path, fault: str, transport: str, launcher: Launcher) -> None:
-    arguments = [QUICKSTART, "--run.steps", "2", "--run.phase_timeouts", REAL_DEADLINE, "--inject", fault]
-    arguments += ["--weights.transport", transport]
+def test_the_same_with_real_engines(tmp_path: Path, fault: str, words: list[str], launcher: Launcher) -> None:
+    arguments = [QUICKSTART, "--run.steps", "2", "--run.phase_timeouts", REAL_DEADLINE, "--inject", fault, *words]
     job = Job(folder=tmp_path / "run", ranks=2, arguments=[*arguments, *WAYS[launcher]], launcher=launcher).start()
     check_end(job, verdict=REAL[fault])
     assert kept_codes(job) == [124 if fault.startswith("lost") else 1]
