@@ -70,33 +70,43 @@ def test_an_unknown_engine_argument_ends_a_repro_as_it_ends_a_run(tmp_path: Path
     assert (code, slug_of(log)) == (2, "unknown-engine-argument"), log.read_text()
 
 
+KILLED = ["--run.steps", "2", "--run.inject", "kill@sync:1:1"]
+
+
 @pytest.mark.long
-def test_a_repro_of_an_fp8_engine_quantizes_and_passes(tmp_path: Path) -> None:
+def test_a_repro_of_an_fp8_engine_ends_as_its_run_did_and_its_control_passes(tmp_path: Path) -> None:
     overrides = OVERRIDES["qwen3_moe"].items()
     sizes = [word for name, value in overrides for word in (f"--model.overrides.{name}", str(value))]
-    fp8 = ["--model.name", "qwen3_moe", "--model.dtype", "bfloat16", "--model.rollout_precision", "fp8_block"]
-    config = [QUICKSTART, "--engine.device", "cpu", "--run.steps", "1", "--weights.transport", "tensor"]
-    code, log = run_repro(export(tmp_path / "elsewhere", *config, *fp8, *sizes))
-    assert code == 0, log.read_text()[-4000:]
-    found = re.search(r"PASSED: 2 of 2 steps; worst log-prob difference (\S+) nats", log.read_text())
-    assert found and 1e-3 < float(found[1]) < 0.3, "as far as FP8 is from bfloat16, and no further"
+    fp8 = ["--model.name", "qwen3_moe", "--model.dtype", "bfloat16", "--model.rollout_precision", "fp8_block", *sizes]
+    job = run(tmp_path / "run", 2, QUICKSTART, *KILLED, "--weights.transport", "tensor", *fp8)
+    assert job.process.returncode == 1 and slug_of(job.log) == "injected-fault"
+    repro = export(tmp_path / "elsewhere", str(job.folder))
+    assert "known to launch/diagnose.py as injected-fault" in repro.read_text()
+    log = check_arms(repro)
+    assert "\nsglang: " in log, "what sglang.check_env prints"
+    assert 1e-3 < worst_difference(log) < 0.3, "as far as FP8 is from bfloat16, and no further"
 
 
 @pytest.mark.long
-def test_a_repro_ends_as_its_run_did(tmp_path: Path) -> None:
-    job = run(tmp_path / "run", 2, QUICKSTART, "--run.inject", "kill@sync:1:1")
-    assert slug_of(job.log) == "injected-fault"
-    repro_code, repro_log = run_repro(export(tmp_path / "elsewhere", str(job.folder)))
-    assert job.process.returncode == 1
-    assert repro_code == -SIGKILL, repro_log.read_text()[-4000:]  # torchrun tells how its rank ended
-    assert "known to launch/diagnose.py as injected-fault" in repro_log.with_suffix(".py").read_text()
-    assert slug_of(repro_log) == "injected-fault", repro_log.read_text()[-4000:]
-    assert "\nsglang: " in repro_log.read_text(), "what sglang.check_env prints"
-    control_code, control_log = run_repro(repro_log.with_suffix(".py"), "--arm", "control")
-    assert control_code == 0 and "PASSED: 4 of 4 steps" in control_log.read_text(), control_log.read_text()[-4000:]
-    server = export(tmp_path / "server", str(job.folder), "--server")
-    server_code, server_log = run_repro(server)
-    assert server_code == -SIGKILL, server_log.read_text()[-4000:]
-    assert slug_of(server_log) == "injected-fault", server_log.read_text()[-4000:]
-    control_code, control_log = run_repro(server, "--arm", "control")
-    assert control_code == 0 and "PASSED: 4 of 4 steps" in control_log.read_text(), control_log.read_text()[-4000:]
+def test_a_repro_with_a_server_ends_so_and_its_control_passes(tmp_path: Path) -> None:
+    job = run(tmp_path / "run", 2, QUICKSTART, *KILLED, script="tests/tools/watchdog/phases_with_gloo.py")
+    assert job.process.returncode == 1, job.output()
+    repro = export(tmp_path / "server", str(job.folder), "--server")
+    assert worst_difference(check_arms(repro)) < 1e-5
+
+
+def check_arms(repro: Path) -> str:
+    """The broken arm is killed as it syncs, the control passes. Return what both print."""
+    code, log = run_repro(repro)
+    broken = log.read_text()
+    assert code == -SIGKILL, broken[-4000:]  # torchrun tells how its rank ended
+    assert slug_of(log) == "injected-fault", broken[-4000:]
+    code, log = run_repro(repro, "--arm", "control")
+    assert code == 0, log.read_text()[-4000:]
+    return broken + log.read_text()
+
+
+def worst_difference(log: str) -> float:
+    found = re.search(r"PASSED: 3 of 3 steps; worst log-prob difference (\S+) nats", log)
+    assert found, log[-4000:]
+    return float(found[1])
