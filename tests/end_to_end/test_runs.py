@@ -282,6 +282,17 @@ RUNS = {
         code=1,
         says=(is_stale("step 1"),),
     ),
+    "a server behind HTTP": RunCase(
+        config="tests.rollout.http_engine:HttpEngine",
+        words=f"{QUICKSTART} --engine.device cpu --weights.transport bucket",
+        script="tests/rollout/ppo_with.py",
+        checks=(agrees_in(1e-5),),
+        says=(
+            "PASSED: 3 PPO steps",
+            "fingerprints were not possible, as this engine cannot be asked",
+            "do not show a failed sync",
+        ),
+    ),
     "responses of old weights": RunCase(
         config="tests.rollout.engine_of_old_weights:EngineOfOldWeights",
         words=QUICKSTART,
