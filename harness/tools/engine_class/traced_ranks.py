@@ -326,9 +326,9 @@ def trace_rank(shape: EngineShape, rank: int, layers: Layers, part: Part) -> Tra
     if shape.on_gpu:
         gpu.answer()
     built = meta_model.build_on_meta(shape.folder, shape.arguments, rank, shape.draft, enlarged=not shape.on_gpu)
-    # Without a draft model nothing is shared, and a pipeline stage has only one of them to hand out.
-    speculative = shape.draft or shape.arguments.get("speculative_algorithm")
-    shared = meta_model.embedding_and_head(built.model, shape.pp) if speculative else {}
+    # Without a draft model nothing is shared, and a target's class raises in a stage that lacks one of the two.
+    hands_out = shape.draft or (shape.pp == 1 and shape.arguments.get("speculative_algorithm"))
+    shared = meta_model.embedding_and_head(built.model, shape.pp) if hands_out else {}
     not_its_own = {*shared.values()} if shape.draft else set()
     parameters = {name: each for name, each in built.model.named_parameters() if name not in not_its_own}
     held = frozenset(layer_of(name) for name in parameters) - {NO_LAYER}
