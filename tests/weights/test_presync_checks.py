@@ -560,3 +560,9 @@ def test_of_experts_the_one_that_is_too_short_is_named() -> None:
         ranks.append(LoadCoverage(rank=rank, copies=[copies], padded={0: {"engine's": 12}} if rank else {}))
     (sentence,) = said(groups(views), ranks)
     assert sentence.startswith("experts.1: sent as [2, 6], which is too short")
+
+
+def test_a_tensor_of_which_each_rank_lacks_as_much_is_too_short() -> None:
+    ranks = [replace(each, padded={0: {"engine's": 12}}) for each in coverage([TOP], [BOTTOM])]
+    [sentence] = said(groups([entry()]), ranks)
+    assert sentence.startswith("a: sent as [4, 6], which is too short") and "24 elements zero" in sentence

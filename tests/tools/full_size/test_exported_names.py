@@ -20,6 +20,7 @@ from harness.tools.full_size.model_and_options import Options, read_question
 from harness.tools.full_size.model_verdict import Answer
 from harness.tools.full_size.name_lists import Expected, lists_of
 from harness.tools.verify.question import check_folder
+from harness.weights.findings import Finding
 from harness.weights.tensor_view import TensorView
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -212,6 +213,38 @@ def test_half_a_bias_is_named_though_the_loader_takes_it_for_padded() -> None:
     found = ExportAnswer(engine=silent, draft=None, lists=lists, causes=())
     question = read_question("gpt_oss_120b", Options(), (), Path())
     assert Answer(name="gpt_oss_120b", options=Options(), question=question, engine=silent, exported=found).code == 1
+
+
+def test_each_name_is_in_one_list_with_those_of_the_layers_that_are_alike() -> None:
+    """Refused as unknown, read by nobody, lost because another name does not arrive, and not sent at all."""
+    ends = ("q.weight", "k.weight", "norm.weight")
+    due = {
+        name: TensorView.whole(name, torch.bfloat16, (4,))
+        for end in ends
+        for name in (f"layers.{n}.{end}" for n in (0, 1))
+    }
+    sent = [due["layers.0.q.weight"], due["layers.1.q.weight"]]
+    sent += [
+        TensorView.whole(f"layers.{n}.{end}", torch.bfloat16, (4,)) for n in (0, 1) for end in ("k.qweight", "extra")
+    ]
+    refused = {"error": "KeyError: 'layers.0.k.qweight'"}
+    answer = EngineAnswer(
+        ranks=(),
+        findings=(
+            Finding(kind="refused", tensor="layers.0.k.qweight", layers=(1,), counts=refused),
+            Finding(kind="unknown", tensor="layers.0.extra", layers=(1,)),
+            Finding(kind="rounded", tensor="layers.0.q.weight", counts={"sent": "float32", "held": "bfloat16"}),
+            Finding(kind="unfilled", tensor="layers.0.q.weight", layers=(1,)),
+            Finding(kind="unfilled", tensor="layers.0.norm.weight", layers=(1,)),
+        ),
+    )
+    fills = {f"layers.*.{end}": {f"layers.*.{end}"} for end in ends}
+    lists = lists_of(sent, answer, Expected(tensors=due), fills)
+    assert {(each.kind, each.tensor) for each in lists.unexpected} == {
+        *(("no such name", f"layers.{n}.k.qweight") for n in (0, 1)), *(("unread", f"layers.{n}.extra") for n in (0, 1)),
+    }  # fmt: skip
+    assert [(each.kind, each.tensor) for each in lists.misshapen] == [("misshapen", "layers.0.q.weight")]
+    assert [each.tensor for each in lists.unsent] == ["layers.0.norm.weight", "layers.1.norm.weight"]
 
 
 def test_copies_of_embedding_and_head_in_an_mtp_layer_are_no_problem_in_glm_either() -> None:

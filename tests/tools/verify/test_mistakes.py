@@ -98,7 +98,7 @@ def test_the_engine_that_differs_is_named_where_data_parallelism_has_several() -
             told.append((place, "b" if (replica, rank) == (1, 0) else "a"))
     tensor = Tensor(role="target", name="norm", told=tuple(told), made=dict.fromkeys(range(2)))  # type: ignore[arg-type]
     different = Different(compared=Compared(tensor=tensor, digests={0: "a", 1: "a"}), sources=(), why="")
-    assert different.place == "rank 0 of DP replica 1"
+    assert str(different.finding) == "norm: differs on rank 0 of DP replica 1: cause unknown"
 
 
 BLOCK, ROWS, COLUMNS = 4, 16, 8
