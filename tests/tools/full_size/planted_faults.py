@@ -202,7 +202,7 @@ def found(
     """Return the problems of one engine with these tensors. padded: its ranks, or the last one, hold padding."""
     answer = ask_engine(engine, fusing_groups(views), every_name=every_name)
     assert bool(answer.padding) == padded, answer.padding
-    return list(map(str, grouped(answer.findings)))
+    return [f"{each}{f'; so layers {each.layers}' if each.layers else ''}" for each in answer.findings]
 
 
 if __name__ == "__main__":
@@ -216,7 +216,6 @@ if __name__ == "__main__":
     from harness.tools.engine_class.engine_answer import ask_engine
     from harness.tools.engine_class.traced_ranks import EngineShape, examine
     from harness.tools.full_size.trainer_names import trainer_layout
-    from harness.weights.findings import grouped
     from harness.weights.fusing import fusing_groups
     from harness.weights.tensor_view import TensorView
 

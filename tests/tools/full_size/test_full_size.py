@@ -44,7 +44,7 @@ NAMED = {
         "model.layers.5.mlp.gate.e_score_correction_bias: a parameter of the engine",
     ],
     "lost in every layer": [
-        "model.layers.0.self_attn.q_a_layernorm.weight: a parameter of the engine that nothing sent would fill; and 5 like it (layers 0-5)",
+        "model.layers.0.self_attn.q_a_layernorm.weight: a parameter of the engine that nothing sent would fill; so layers (1, 2)",
     ],
     "float8: scales of one expert": ["model.layers.4.mlp.experts.w13_weight_scale_inv: on engine rank 2"],
     "draft: MTP layer lost": [
