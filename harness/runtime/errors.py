@@ -106,12 +106,15 @@ def say_twice(text: str) -> None:
 def tell_torchrun(error: str, traceback: str = "") -> None:
     """Write the error file from which torchrun fills its report, as torch's @record does.
 
-    Not @record itself: it only sees exceptions that leave main(), and a failed rank ends before that.
+    Not @record itself: it only sees exceptions that leave main(), and a failed rank ends before that. A rank may be
+    killed at any time, and half a file would end torchrun itself by an error (JSONDecodeError), with its exit code.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": traceback or error, "timestamp": str(int(time.time()))}
         with suppress(OSError):  # a full disk: the error is on the screen
-            Path(path).write_text(json.dumps({"message": {"message": error, "extraInfo": details}}), encoding="utf-8")
+            part = Path(f"{path}.part")
+            part.write_text(json.dumps({"message": {"message": error, "extraInfo": details}}), encoding="utf-8")
+            part.replace(path)
 
 
 def screen_of(pid: int) -> int:

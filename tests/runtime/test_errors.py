@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.runtime import errors
-from harness.runtime.errors import report_user_error, say
+from harness.runtime.errors import report_user_error, say, tell_torchrun
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -92,3 +93,21 @@ def test_the_report_of_torchrun_shows_the_error(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     report = done.stderr.partition("Root Cause")[2]
     assert "error: no" in report and "error_file: <N/A>" not in report
+
+
+def test_torchrun_never_finds_half_an_error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even of a rank that is killed while it writes: torchrun would end by its own JSONDecodeError."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    begun: list[Path] = []
+
+    def begin(file: Path, *_: object, **__: object) -> None:
+        file.touch()
+        begun.append(file)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(Path, "write_text", begin)
+        tell_torchrun("RuntimeError: no")
+    assert begun and not (tmp_path / "error.json").exists()
+    tell_torchrun("RuntimeError: no", "Traceback")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "RuntimeError: no"
