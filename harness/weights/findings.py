@@ -1,4 +1,4 @@
-"""What is wrong with a tensor on its way into an engine, as one record. Sentences are made of it here, last.
+"""One record of what is wrong with a tensor on its way into an engine, and the sentences that are made of it.
 
 What a sync refuses before it sends, what launch/full_size.py finds at true size, what two releases answer otherwise, and
 what launch/verify.py finds in a server are findings; who looks for one reads its fields.
@@ -72,7 +72,7 @@ class Finding:
     layers: tuple[int, ...] = ()
     """Further decoder layers, of which the same is so of their tensor."""
     counts: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers, shapes, dtypes and foreign words that the sentence names."""
+    """What the sentence names besides: numbers, shapes, dtypes, an error's own words."""
 
     @property
     def every(self) -> list[str]:

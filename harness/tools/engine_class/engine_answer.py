@@ -27,11 +27,11 @@ class EngineAnswer:
 
     ranks: tuple[EngineRank, ...]
     findings: tuple[Finding, ...]
-    """One for each tensor that does not arrive whole and unchanged; a layer may stand for others that are like it."""
+    """One for each tensor that does not arrive whole and unchanged. Its layers are those for which the same is true."""
     passed_over: tuple[Finding, ...] = ()
-    """On names that this model ignores by design."""
+    """Names that this model ignores by design."""
     padding: tuple[Finding, ...] = ()
-    """On what every layer leaves unfilled alike, as padding is."""
+    """Elements that every layer leaves unfilled in the same way: padding."""
     untold: tuple[str, ...] = ()
     """Names whose way into the engine cannot be followed."""
     kv_cache_scales: bool = False

@@ -310,7 +310,7 @@ class TracedRank:
         return frozenset(layer_of(name) for name in self.parameters) - {NO_LAYER}
 
     def alike(self, kept: Collection[int]) -> dict[int, tuple[int, ...]]:
-        """Return for the first layer of each kind those of its layers that it stands for: all that are not kept."""
+        """Return the first layer of each kind -> the layers of that kind that it stands for, as they are not in `kept`."""
         firsts: dict[Any, int] = {}
         found: dict[int, tuple[int, ...]] = {}
         for layer in sorted(self.held_layers & self.layers.keys() - self.part.odd):

@@ -75,7 +75,7 @@ def facts_of(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def rows_of(answer: EngineAnswer) -> Iterator[tuple[str, list[Cell], str]]:
-    """Yield (label, a field of each rank, how many problems it has) for each layer, and last for what is outside."""
+    """Yield label, one cell for each rank, and the number of problems of each layer; last of what is outside of layers."""
     in_layer: dict[int, list[Finding]] = defaultdict(list)
     for each in answer.findings:
         in_layer[layer_of(each.tensor)].append(each)

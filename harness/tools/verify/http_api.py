@@ -148,7 +148,7 @@ class Api:
         return answer.status_code, bytes(content)
 
     def _proxy(self) -> str | None:
-        """Return the environment's proxy for the address; none for one of this machine."""
+        """Return the proxy that the environment names for the address; none for an address of this machine."""
         parts = urlsplit(self.address)
         if _LOCAL.fullmatch(parts.hostname or "") or proxy_bypass(parts.netloc):
             return None

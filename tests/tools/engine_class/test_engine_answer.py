@@ -16,7 +16,7 @@ SCALE, NORM, EXPERTS = "layers.1.attn.k_scale", "layers.1.norm.weight", "layers.
 
 def rank(number: int, missing: Mapping[str, tuple[int, int]], *, sent: tuple[str, ...] = ("w",), unknown: tuple[str, ...] = (),
          **fields: Any) -> EngineRank:  # fmt: skip
-    """A rank that takes each tensor whole that is sent, but for unknown ones, and lacks so much of its parameters."""
+    """A rank that loads every tensor that is sent, except unknown ones; missing: of its parameters, and of how many."""
     views = [view_of(name, (4,), dtype=torch.bfloat16) for name in sent]
     copies = [[LoaderCopy(view, view.name, view.dtype)] if view.name not in unknown else [] for view in views]
     coverage = LoadCoverage(rank=number, copies=copies, unknown=list(unknown), missing=dict(missing))

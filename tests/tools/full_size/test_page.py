@@ -73,7 +73,7 @@ def page_with(missing: dict[int, Missing]) -> str:
 
 
 def fields_of(page: str, of: str) -> dict[str, str]:
-    """Return the fields of the tables whose title has such a part: title -> shade."""
+    """Return title -> shade of the cells whose title contains `of`."""
     found = re.findall(r'<td class="([^"]*)" title="([^"]*)">', page)
     return {unescape(title): shade for shade, title in found if of in unescape(title)}
 
