@@ -66,11 +66,11 @@ class Finding:
     tensor: str
     """The checkpoint's name or the engine's, as the kind says; "" if it is about the model."""
     names: tuple[str, ...] = ()
-    """Further tensors, of which it is known for all together alone."""
+    """Further tensors, if it is known only that something is wrong with all of them together."""
     ranks: tuple[int, ...] = ()
     """Of the engine, if it is so on these and not on others."""
     layers: tuple[int, ...] = ()
-    """Further decoder layers, of which the same is so of their tensor."""
+    """Further decoder layers, whose own tensor has the same fault."""
     counts: Mapping[str, Any] = field(default_factory=dict)
     """What the sentence names besides: numbers, shapes, dtypes, an error's own words."""
 

@@ -33,7 +33,7 @@ def without_layer(name: str) -> str:
 
 
 def at_layer(name: str, layer: int) -> str:
-    """Return the name of the same tensor of another decoder layer."""
+    """Return the name that the same tensor has in another decoder layer."""
     found = _decoder_layer(name)
     return f"{name[: found.start(2)]}{layer}{name[found.end(2) :]}" if found else name
 

@@ -69,7 +69,7 @@ class RunCase:
     bug: Bug | None = None
     """A real bug that is put back, with its own words."""
     then: "RunCase | None" = None
-    """A run after this one, with the same folder."""
+    """The next run, in the same run directory."""
     marks: Sequence[Any] = field(default=(pytest.mark.long,))
 
 

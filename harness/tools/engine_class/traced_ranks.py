@@ -39,7 +39,7 @@ from harness.weights.traced.undo import storage
 
 T = TypeVar("T")
 ModelRank = tuple[str, int]
-"""Role of a model of an engine, and the rank that has it."""
+"""(role, rank of the engine): one model of one rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ class EngineShape:
     draft: bool = False
     """Build the draft model of speculative decoding, which only the last pipeline stage has."""
     on_gpu: bool = True
-    """Build what a GPU holds; otherwise what SGLang's CPU mode does."""
+    """Build what a GPU would hold, and not what SGLang's CPU mode holds."""
 
     def stages(self) -> list[range]:
         """Return the ranks of each stage that has such a model."""

@@ -75,7 +75,7 @@ def facts_of(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def rows_of(answer: EngineAnswer) -> Iterator[tuple[str, list[Cell], str]]:
-    """Yield label, one cell for each rank, and the number of problems of each layer; last of what is outside of layers."""
+    """Yield (label, one cell for each rank, number of problems) for each layer; last for what is outside of the layers."""
     in_layer: dict[int, list[Finding]] = defaultdict(list)
     for each in answer.findings:
         in_layer[layer_of(each.tensor)].append(each)

@@ -110,7 +110,7 @@ def check_engine(
     if not groups:
         print(f"SGLang builds all {len(found.ranks)} ranks")
         return
-    problems = [each for each in found.findings if re.search(about, each.tensor)]
+    problems = [each for each in found.findings if any(re.search(about, name) for name in each.every)]
     for problem in problems[:SHOWN]:
         print(problem)
     if problems:

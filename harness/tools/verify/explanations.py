@@ -76,7 +76,7 @@ class Explainer:
         return next((f"it holds what {name} on rank {other} must hold" for other, name in there.items()), "")
 
     def _tried(self, candidates: Iterable[Candidate], told: str, end: float) -> str:
-        """Return which candidate gives the hash; "" for none, or if the time is over."""
+        """Return the phrase of the candidate that gives the server's hash; "" if none does, or no time is left."""
         for why, recipe, scale, source in candidates:
             if digest(recipe, scale, source, self.on_gpu) == told:
                 return why
