@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import shutil
-import struct
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -47,7 +46,6 @@ from harness.tools.trackers.trackers import check_trackers
 
 T = TypeVar("T")
 LARGEST_CHECKED = 16 << 20  # bytes of a file of rows that is read before the run
-LONGEST_HEADER = 100 << 20  # bytes; safetensors itself refuses more
 HUB_SECONDS = 10.0  # how long the hub may take to answer
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "*.tiktoken")
@@ -458,22 +456,12 @@ def check_index(folder: Path) -> None:
 
 
 def check_safetensors(file: Path) -> None:
-    """Raise ConfigError unless the file is as long as its header says: a download or a copy may have been cut short."""
+    """Raise ConfigError unless safetensors can open the file: a download or a copy may have been cut short.
+
+    A Python without safetensors leaves that to the ranks.
+    """
     if not file.is_file():
         raise ConfigError(f"{file} is not a regular file; copy or download it again.")
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as opened:
-            [length] = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(length)) if length <= LONGEST_HEADER else {}
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        wanted = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
-    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(
-            f"{file} has no valid safetensors header ({size} bytes); copy or download it again."
-        ) from None
-    if size != wanted:
-        raise ConfigError(f"{file} has {size} bytes, but its header says {wanted}; copy or download it again.")
     if importlib.util.find_spec("safetensors"):
         from safetensors import SafetensorError, safe_open
 
@@ -482,7 +470,7 @@ def check_safetensors(file: Path) -> None:
                 return
         except SafetensorError as error:
             raise ConfigError(
-                f"{file} has a header that safetensors refuses: {error}; copy or download it again."
+                f"{file} ({file.stat().st_size} bytes) cannot be read: {error}; copy or download it again."
             ) from error
 
 
