@@ -226,8 +226,6 @@ def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollou
         preset=config.engine.preset,
         **asdict(record),
     )
-    for index, (began, ended) in enumerate(record.imports):
-        events.span(f"imports of the engine's processes, {index}", began, ended)
     return engine
 
 

@@ -1,11 +1,9 @@
-"""torchrun, except that the imports of a host's ranks begin at once, and are made only once where they can be shared.
+"""torchrun, except that the imports of a host's ranks are made once.
 
     .venv/bin/python launch/torchrun.py --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml
 
-It takes torchrun's options and runs torchrun; only how ranks start and how a failed run ends are different. Without a
-GPU, one process imports torch, transformers and SGLang, and all ranks of the host are forked from it. With a GPU the imports cannot be shared. The
-ranks of ppo.py and mismatch.py are then processes that begin their imports while torchrun starts, if this host runs all
-ranks; all other ranks are started as torchrun starts them.
+It takes torchrun's options and runs torchrun; only how ranks start and how a failed run ends are different. This process
+imports torch, and on a host without a GPU also transformers and SGLang, and all ranks of the host are forked from it.
 
 torchrun's own report of a run that fails is kept in the run directory, so that what a rank or its watchdog says is the
 last thing on the screen. Exit codes: of the rank that failed first, 1 if a signal killed it; 2 also if torchrun's

@@ -51,7 +51,7 @@ TOOLS = {
     "export": {"bisection", "command_line", "diagnose", "environment_file", "environments", "models_code"},
     "fault_spec": set(),
     "folded_torchrun": {"interrupts"},
-    "forked_ranks": {"command_line", "environments", "folded_torchrun", "kernel_caches"},
+    "forked_ranks": {"folded_torchrun", "kernel_caches"},
     "full_size": {"bisection", "command_line", "engine_class", "environments", "page_template", "user_sender"},
     "hosts": {"fault_spec", "interrupts", "run_tree"},
     "inject": {"fault_spec"},

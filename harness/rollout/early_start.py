@@ -1,9 +1,10 @@
-"""Start the imports of an engine's processes together with the rank, and fork the processes from what has imported.
+"""Fork an engine's processes from one that has imported SGLang, or start their imports together with the rank.
 
-`start_early` starts fork servers (harness/runtime/fork_server.py) before this rank itself imports torch. SGLang starts its
-schedulers and its detokenizer by multiprocessing with the method "spawn". In `forking` those starts become requests to
-the servers. Everything else stays SGLang's: the same functions run with the same arguments and environment, and each
-process is a child of the one that builds the engine.
+`start_early` makes the servers (harness/runtime/fork_server.py). On a CPU the rank that will build an engine imports all
+that its schedulers need and forks a server. On GPUs it starts a Python for each scheduler and for the detokenizer, which
+import while it imports itself. SGLang starts its schedulers and its detokenizer by multiprocessing with the method
+"spawn". In `forking` those starts become requests to the servers. Everything else stays SGLang's: the same functions
+run with the same arguments and environment, and each process is a child of the one that builds the engine.
 """
 
 import io
@@ -13,8 +14,7 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import process, reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
 from pathlib import Path
@@ -25,6 +25,7 @@ from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import EngineNode, RankLocation, parse_visible, place
 from harness.config.schema import Config
 from harness.rollout import sglang_api
+from harness.rollout.engine import Starts
 from harness.rollout.engine_settings import (
     Device,
     engine_defaults,
@@ -34,7 +35,8 @@ from harness.rollout.engine_settings import (
     variables_of_precision,
 )
 from harness.runtime.cpu_standins import activate, installed_folder
-from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task
+from harness.runtime.events import working
+from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, import_once, may_fork
 
 ENGINE_MODULES = ("sglang.srt.entrypoints.engine", "sglang.srt.model_executor.model_runner")
 """What the processes of an engine import."""
@@ -43,7 +45,8 @@ CPU_MODULES = (*ENGINE_MODULES, "sglang.srt.models.registry")
 model."""
 PRELOADED = "torch_memory_saver_hook_mode_preload"
 """The library of torch_memory_saver that SGLang has its schedulers preload."""
-
+IMPORTING = "importing torch, transformers and SGLang"
+MEANING = f"{sglang_api.__name__}:meaning"
 
 _passed: list[int] = []
 """In a forked process: the descriptors that its arguments refer to."""
@@ -51,30 +54,21 @@ _passed: list[int] = []
 
 def start_early(config: Config, device: Device, environment: Mapping[str, str]) -> list[ForkServer]:
     """Return the servers for the engine that this rank builds; none if it builds none, or if SGLang is to start its
-    own.
+    own processes.
 
-    device: where the engine will run. environment: this rank's, with torchrun's variables. Imports nothing heavy.
-    """
-    given = ForkServer.handed_over()
-    if config.rollout.load or config.engine.start == "spawn":
-        for server in given:
-            server.close()
-        return []
-    return given or start_servers(config, device, environment)
-
-
-def start_servers(config: Config, device: Device, environment: Mapping[str, str]) -> list[ForkServer]:
-    """Start servers for the engine of this config, if this rank builds it; return none otherwise.
-
-    Arguments as for start_early.
+    device: where the engine will run. environment: this rank's, with torchrun's variables. Call it before anything
+    else imports torch. An import that fails is left to whoever needs it, to fail again.
     """
     node = expected_node(config, device, environment)
-    if node is None:
+    if node is None or config.rollout.load or config.engine.start == "spawn":
         return []
     changes = variables_of_engine(device) | variables_of_precision(config, device, environment)
     if device == "cpu":
         activate()
-        return [ForkServer.start(CPU_MODULES, engine_environment(os.environ, changes))]
+        speaks = environment["RANK"] == "0"
+        with suppress(ImportError), working(IMPORTING, importing=True) if speaks else nullcontext():
+            import_once(CPU_MODULES, engine_environment(os.environ, changes))
+        return [ForkServer.here()] if may_fork() else []
     # SGLang sets these before it starts its own.
     api, arguments = sglang_api.probe(), engine_defaults("cuda", config.engine.preset) | config.engine.args
     changes |= sglang_api.common_environment(api, config.engine.args, environment)
@@ -162,7 +156,8 @@ class ForkedProcess(ForkedChild):
         tracker: Any = resource_tracker.getfd()
         passed = [0, 1, 2, tracker, parent_sentinel, held_by_child, *self._descriptors]
         try:
-            pid = server.fork(Task(f"{__name__}:run_process", payload.getvalue(), ends_with_parent=True), passed)
+            run = f"{__name__}:run_process"
+            pid = server.fork(Task(run, payload.getvalue(), meaning=MEANING, ends_with_parent=True), passed)
         except BaseException:
             os.close(sentinel)
             os.close(held_by_parent)
@@ -198,18 +193,6 @@ def run_process(payload: bytes, descriptors: Sequence[int]) -> None:
     sys.exit(process_object._bootstrap(parent_sentinel))
 
 
-@dataclass(slots=True)
-class Starts:
-    """How the processes of an engine were started."""
-
-    forked: int = 0
-    spawned: int = 0
-    why_spawned: str = ""
-    """Why SGLang's own start was left in place, for the last process for which it was; "" if there was no server."""
-    imports: list[tuple[float, float]] = field(default_factory=list)
-    """When the imports of each server that forked began and ended, in UNIX seconds."""
-
-
 @contextmanager
 def forking(servers: Sequence[ForkServer]) -> Iterator[Starts]:
     """Fork the processes that multiprocessing spawns in this block, where a server can, and count them."""
@@ -218,29 +201,19 @@ def forking(servers: Sequence[ForkServer]) -> Iterator[Starts]:
     spawned = spawn_process._Popen
 
     def start(process_object: Any) -> Any:
-        why = ""
-        # SGLang can bind a process to a NUMA node, by another program in front of Python.
-        if os.fsdecode(spawn.get_executable()) != sys.executable:
-            why = f"SGLang starts it by {os.fsdecode(spawn.get_executable())}"
-        for server in [] if why else servers:
-            why = "every process that was started early is in use"
-            if not server.used_up:
-                why = server.obstacle(os.environ, sglang_api.meaning)
-            if not why:
-                try:
-                    forked = ForkedProcess(server, process_object)
-                except ServerGone as error:
-                    why = str(error)
-                    continue
-                imported = server.imported()
-                if not starts.forked:
-                    os.write(2, imported.printed)  # to the engine's log, as though each process had printed it
+        program = os.fsdecode(spawn.get_executable())
+        for server in servers:
+            try:
+                # SGLang can bind a process to a NUMA node, by another program in front of Python.
+                if program != sys.executable:
+                    raise ServerGone(f"SGLang starts it by {program}")
+                forked = ForkedProcess(server, process_object)
+            except ServerGone as error:
+                starts.why_spawned = str(error)
+            else:
                 starts.forked += 1
-                if (span := (imported.began, imported.began + imported.seconds)) not in starts.imports:
-                    starts.imports.append(span)
                 return forked
         starts.spawned += 1
-        starts.why_spawned = why
         return spawned(process_object)
 
     with patch.object(spawn_process, "_Popen", staticmethod(start)):

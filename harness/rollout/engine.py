@@ -6,7 +6,7 @@ trainer, in PPO or in the sync: tests/rollout/http_engine.py reaches a server ov
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -36,6 +36,17 @@ def in_one_line(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineFailed) else f"{type(error).__name__}: {error}"
 
 
+@dataclass(slots=True)
+class Starts:
+    """How the processes of an engine were started on one host."""
+
+    forked: int = 0
+    """By a server of rollout/early_start.py."""
+    spawned: int = 0
+    why_spawned: str = ""
+    """Why a server could not fork one; "" if there was none, or if all were forked by the first."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRecord:
     """How an engine was started."""
@@ -44,12 +55,7 @@ class EngineRecord:
     """All that its software was given."""
     dropped_defaults: Sequence[str] = ()
     """Defaults of the harness that this release does not have."""
-    forked: int = 0
-    """Processes that were forked from one that had imported SGLang (rollout/early_start.py)."""
-    why_spawned: str = ""
-    """Why the others were not; "" if nothing had been started early."""
-    imports: Sequence[tuple[float, float]] = ()
-    """When the imports of those that were started early began and ended, in UNIX seconds."""
+    starts: Starts = field(default_factory=Starts)
 
 
 class RolloutEngine(Protocol):

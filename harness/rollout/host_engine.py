@@ -28,8 +28,8 @@ import psutil
 
 from harness.cluster.ports import PortLease
 from harness.rollout import sglang_api
-from harness.rollout.early_start import Starts, forking
-from harness.rollout.engine import EngineFailed, in_one_line
+from harness.rollout.early_start import forking
+from harness.rollout.engine import EngineFailed, Starts, in_one_line
 from harness.rollout.engine_settings import child_environment
 from harness.runtime.errors import say
 from harness.runtime.files import engine_folder, remove_what_exit_would, variables_of_folder

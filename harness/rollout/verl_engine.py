@@ -25,8 +25,7 @@ from harness.cluster.network import bracketed, own_address
 from harness.cluster.placement import gpu_of
 from harness.config.draft_rules import sends_mtp_layer
 from harness.rollout import sglang_api
-from harness.rollout.early_start import Starts
-from harness.rollout.engine import EngineFailed, EngineRecord, NamedTensors, in_one_line
+from harness.rollout.engine import EngineFailed, EngineRecord, NamedTensors, Starts, in_one_line
 from harness.rollout.engine_ranks import Group, gather_failures, locate_ranks
 from harness.rollout.engine_settings import (
     Preset,
@@ -94,7 +93,10 @@ class VerlEngine:
         self.api = sglang_api.probe()
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         self.device_type: Literal["cpu", "cuda"] = engine_args.get("device") or auto
-        checked = sglang_api.check_arguments(self.api, engine_args, engine_defaults(self.device_type, preset))
+        defaults = engine_defaults(self.device_type, preset)
+        if engine_args.get("enable_dp_attention"):
+            defaults.pop("sleep_on_idle", None)  # idle schedulers would poll each other for a second at each call
+        checked = sglang_api.check_arguments(self.api, engine_args, defaults)
         self.engine_args, self.dropped_defaults = without_models_code(checked[0]), checked[1]
         self.group = Group.of(device_mesh_cpu)
         self._locations, self.node, self.nnodes = locate_ranks(self.group, self.device_type, colocate, nnodes)
@@ -235,14 +237,7 @@ class VerlEngine:
 
     def record(self) -> EngineRecord:
         """Return the arguments, the harness's defaults among them, and how the processes on this host were started."""
-        starts = self.starts
-        return EngineRecord(
-            arguments=self.engine_args,
-            dropped_defaults=self.dropped_defaults,
-            forked=starts.forked,
-            why_spawned=starts.why_spawned,
-            imports=starts.imports,
-        )
+        return EngineRecord(arguments=self.engine_args, dropped_defaults=self.dropped_defaults, starts=self.starts)
 
     @property
     def starts(self) -> Starts:

@@ -1,22 +1,24 @@
-"""A process that has done the imports once, and forks processes that need them.
+"""Fork processes from one that has done their imports.
 
 Importing torch, transformers and SGLang takes ten seconds of a core, and the ranks and schedulers of one host all do
-it. Here one process does it for all of them, while nothing else needs it yet.
+it. Here one process does it for all of them.
 
-    server = ForkServer.start(["torch"], os.environ)
+    import_once(["torch"], os.environ)
+    server = ForkServer.here()  # a fork of this process, before it has threads
     pid = server.fork(Task("module:function", b"argument"))
 
 The new process becomes a child of the one that asked, which waits for it, gets its exit status, and is the parent that
 a dying process signals. Server and client talk over a pair of sockets without a name, so no other process can ask. The
 server ends with its client.
 
-If the imports have initialized CUDA, no fork of the process could use it. Then the server does one task itself: it is a
-process that was started early. Start as many of them as there are tasks.
+An import of SGLang on a GPU initializes CUDA, which no fork can use. There `ForkServer.start` starts a Python that
+imports meanwhile and then does one task itself. Start as many as there are tasks.
 
-A forked process is like a started one only if the imports depended on nothing that is different now. So the server
-records which environment variables were read during them, and ForkServer.obstacle() compares.
+A forked process is like a started one only if the imports depended on nothing that is different now. So it is recorded
+which environment variables were read during them, and a server refuses a task in which one of these differs.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -31,19 +33,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.popen_fork import Popen
 from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
-HANDED_OVER = "HARNESS_FORK_SERVER"
-"""Variable in which a process finds servers of its own: the descriptor and pid of each."""
 READ_BY_LIBRARIES = (
     *("LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ", "PYTHON"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "TORCH_CPP_"),
@@ -60,10 +59,10 @@ to another folder. The first one wins."""
 FOR_CLIENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that a server blocks: the terminal and launchers send them to its client, which ends it."""
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
+AS_WRITTEN = f"{__name__}:as_written"
+GPU = "/dev/nvidia"
+"""How the device files of GPUs begin."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
-
-
-Meaning = Callable[[str, str | None], object]
 
 
 def as_written(name: str, value: str | None) -> object:
@@ -71,8 +70,13 @@ def as_written(name: str, value: str | None) -> object:
     return value
 
 
+def nothing(name: str, value: str | None) -> object:
+    """Return the same meaning for every value: the task does not depend on it."""
+    return None
+
+
 class ServerGone(RuntimeError):
-    """The server has ended, or could not do its imports, or cannot fork."""
+    """The server has ended, could not do its imports, or cannot do this task; one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,9 @@ class Task:
     process does."""
     argument: bytes = b""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    meaning: str = AS_WRITTEN
+    """MODULE:FUNCTION, returns what the imported modules understand by a variable's value, where None is an unset
+    one."""
     folder: str = field(default_factory=os.getcwd)
     blocked: frozenset[int] = field(default_factory=lambda: frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
     """Signals that the process starts with blocked."""
@@ -94,33 +101,27 @@ class Task:
     new_session: bool = False
     ends_with_parent: bool = False
     parent: int = field(default_factory=os.getpid)
-    gets_server: bool = False
-    """Whether the process gets a server of its own, a fork of this one."""
-    serves: bool = False
-    """Whether the process is a server too: the function is not called, and the fourth descriptor is its connection."""
+
+
+# The imports.
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
-    """What a server has imported, and what the imports depended on."""
+class Imports:
+    """What the imports of a process depended on."""
 
-    began: float
-    """When the imports began, in UNIX seconds."""
-    seconds: float
     environment: Mapping[str, str]
-    """The environment before the imports."""
+    """The environment before them."""
     read: frozenset[str]
     """Names of the variables that were read."""
     changed: Mapping[str, str | None]
-    """Variables that the imports have set; None: removed."""
-    printed: bytes
-    """What the imports have printed."""
-    forks: bool
-    """Whether the server can fork; otherwise it does one task itself."""
+    """Variables that they have set; None: removed."""
+    opened_gpu: bool
+    """Whether they have opened a GPU, which no fork of the process can use then."""
 
-    def obstacle(self, environment: Mapping[str, str], meaning: Meaning) -> str:
+    def obstacle(self, environment: Mapping[str, str], meaning: Callable[[str, str | None], object]) -> str:
         """Return why a process with this environment may have imported something else; "" if it has not."""
-        prefixes = READ_BY_LIBRARIES if self.forks else (*READ_BY_LIBRARIES, "CUDA_")
+        prefixes = (*READ_BY_LIBRARIES, "CUDA_") if self.opened_gpu else READ_BY_LIBRARIES
         names = {name for name in {*environment, *self.environment} if name.startswith(prefixes)}
         found = []
         for name in sorted((self.read | names) - set(MAY_DIFFER)):
@@ -137,8 +138,105 @@ class Imported:
         return {name: value for name, value in {**environment, **new}.items() if value is not None}
 
 
+_imports: list[Imports] = []
+"""What this process, or the one that it was forked from, has imported: at most one."""
+
+
+def may_fork() -> bool:
+    """Return whether import_once() has imported what it was asked for, and forks of this process can use it."""
+    return bool(_imports) and not _imports[0].opened_gpu
+
+
 def _shown(value: str | None) -> str:
     return "unset" if value is None else repr(value)
+
+
+def import_once(modules: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Import the modules in this environment, and record what they read of it. What they set in it, this process gets.
+
+    Do nothing if this process, or the one that it was forked from, has done so before. Raise what an import raises.
+    """
+    if _imports:
+        return
+    own, before = dict(os.environ), dict(environment)
+    _prepare_titles()
+    _become(before)
+    try:
+        with _recording_reads() as read, collecting_nothing():
+            for module in modules:
+                importlib.import_module(module)
+        now = dict(os.environ)
+    finally:
+        _become(own)
+    changed = {name: now.get(name) for name in {*before, *now} if before.get(name) != now.get(name)}
+    found = Imports(before, frozenset(read), changed, _opened_gpu())
+    _become(found.applied_to(own))
+    _imports.append(found)
+
+
+def _become(environment: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+@contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """Keep Python's garbage collector from looking at what is imported in this block, now and later.
+
+    What is imported stays. The collector would look at all of it again and again, for a fifth of the time that the
+    imports take. And a forked process shares the memory only as long as the collector does not write to it.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _prepare_titles() -> None:
+    """Let setproctitle find the arguments of this process, next to the environment, which imports and forked processes
+    replace.
+
+    Without SPT_NOENV titles would take the environment's place, by which a process is found that belongs to a run
+    (run_tree.with_variable).
+    """
+    with suppress(ModuleNotFoundError), patch.dict(os.environ, SPT_NOENV="1"):
+        importlib.import_module("setproctitle").getproctitle()
+
+
+@contextmanager
+def _recording_reads() -> Iterator[set[str]]:
+    """Collect the names of the environment variables that are read in this block."""
+    read: set[str] = set()
+    real = type(os.environ)
+
+    class Recording(real):  # type: ignore[misc, valid-type]
+        def __getitem__(self, name: str) -> str:
+            read.add(name)
+            return str(super().__getitem__(name))
+
+        def __contains__(self, name: object) -> bool:
+            read.add(str(name))
+            return bool(super().__contains__(name))
+
+    os.environ.__class__ = Recording
+    try:
+        yield read
+    finally:
+        os.environ.__class__ = real
+
+
+def _opened_gpu() -> bool:
+    for each in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one by which the folder is read
+            if os.readlink(f"/proc/self/fd/{each}").startswith(GPU):
+                return True
+    return False
+
+
+# The client's side.
 
 
 class ForkServer:
@@ -147,37 +245,44 @@ class ForkServer:
     Use it from one thread: the server ends with it.
     """
 
+    _handed_over: "list[ForkServer]" = []  # noqa: RUF012 - of the process, as its children are
+
     def __init__(self, connection: socket.socket, pid: int) -> None:
         """Speak to the server with this pid over the connection."""
         self._socket = connection
         self._connection = Connection(os.dup(connection.fileno()))
         self.pid = pid
-        self.used_up = False
-        """Whether the server has become a process that does a task."""
-        self._imported: Imported | None = None
         self._why_gone = ""
-        self._has_ended = False
+        """Why nothing can be forked any more; "" while it can."""
 
     @classmethod
-    def start(
-        cls,
-        modules: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        first: str = "",
-        argument: str = "",
-        new_session: bool = False,
-    ) -> "ForkServer":
-        """Start a server in this environment, which imports the modules. Return at once.
+    def here(cls) -> "ForkServer":
+        """Return a server that is a fork of this process, which has called import_once() and has no threads."""
+        own, its = socket.socketpair()
+        client = os.getpid()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if pid := os.fork():
+            its.close()
+            return cls(own, pid)
+        own.close()
+        _end_with(client)
+        signal.pthread_sigmask(signal.SIG_BLOCK, FOR_CLIENT)
+        for number in FOR_CLIENT:  # the client's handlers are not its children's
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        serve(its)
 
-        first: MODULE:FUNCTION, called with the argument before the imports. It returns servers that the process gets if
-        it does a task itself (see Imported.forks). new_session: whether the server gets a session of its own.
+    @classmethod
+    def start(cls, modules: Sequence[str], environment: Mapping[str, str]) -> "ForkServer":
+        """Start a Python in this environment that imports the modules and then serves. Return at once.
+
+        If the imports open a GPU, it does one task itself.
         """
         own, its = socket.socketpair()
         with its:
             descriptor = its.fileno()
-            given = (descriptor, os.getpid(), list(modules), first, argument)
-            code = f"from {__name__} import main; main(*{given!r})"
+            code = f"from {__name__} import main; main(*{(descriptor, os.getpid(), list(modules))!r})"
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_CLIENT)  # which the server inherits
             try:
                 process = subprocess.Popen(
@@ -185,7 +290,6 @@ class ForkServer:
                     env=environment,
                     pass_fds=[descriptor],
                     stdin=subprocess.DEVNULL,
-                    start_new_session=new_session,
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -193,113 +297,61 @@ class ForkServer:
         return cls(own, process.pid)
 
     @classmethod
-    def handed_over(cls) -> "list[ForkServer]":
-        """Return the servers that this process was started with, or that it has handed over.
+    def hand_over(cls, servers: "Sequence[ForkServer]") -> None:
+        """Leave servers for the engine that this process will build."""
+        cls._handed_over[:] = servers
 
-        A second call returns none.
-        """
-        found = []
-        for each in os.environ.pop(HANDED_OVER, "").split():
-            descriptor, _, pid = each.partition(":")
-            if _parent_of(int(pid)) == os.getpid():  # otherwise the variable is an ancestor's
-                found.append(cls(socket.socket(fileno=int(descriptor)), int(pid)))
+    @classmethod
+    def handed_over(cls) -> "list[ForkServer]":
+        """Return the servers that were left for an engine. A second call returns none."""
+        found = list(cls._handed_over)
+        cls._handed_over.clear()
         return found
 
-    @staticmethod
-    def hand_over(servers: Sequence["ForkServer"]) -> None:
-        """Give up these objects, and leave the servers for the next `handed_over` of this process.
+    def fork(self, task: Task, descriptors: Sequence[int] = ()) -> int:
+        """Return the pid of a process that does the task, a child of this process. Wait for the imports first.
 
-        None may have been asked what it has imported: a server says so once, and who takes it would wait for ever.
+        descriptors: passed to the process, the first three as its standard input, output and error. Raise ServerGone.
         """
-        if servers:
-            os.environ[HANDED_OVER] = " ".join(server._detach() for server in servers)
-
-    def _detach(self) -> str:
-        """Return the server's address. This object must not end what becomes of the server."""
-        assert self._imported is None, "the server has said what it imported"
-        self.used_up, self._why_gone = True, "the process that did the imports was handed over"
-        self._connection.close()
-        return f"{self._socket.detach()}:{self.pid}"
-
-    def imported(self) -> Imported:
-        """Wait until the imports are done, and return what they depended on. Raise ServerGone if they failed."""
         if self._why_gone:
             raise ServerGone(self._why_gone)
-        if self._imported is None:
-            answer = self._receive()
-            if isinstance(answer, str):
-                self._why_gone = answer
-                raise ServerGone(answer)
-            self._imported = answer
-        assert self._imported is not None
-        return self._imported
-
-    def obstacle(self, environment: Mapping[str, str], meaning: Meaning = as_written) -> str:
-        """Return why a process with this environment cannot be forked; "" if it can. Waits until the imports are done.
-
-        meaning: returns what the modules understand by a variable's value, where None is an unset one.
-        """
-        try:
-            return self.imported().obstacle(environment, meaning)
-        except ServerGone as error:
-            return str(error)
-
-    def fork(self, task: Task, descriptors: Sequence[int] = ()) -> int:
-        """Return the pid of a process that does the task, a child of this process. Raise ServerGone.
-
-        descriptors: passed to the process, the first three as its standard input, output and error.
-        """
-        forks = self.imported().forks
-        if self.used_up:
-            raise ServerGone("the process that did the imports does a task")
         with adopting_orphans():
-            with suppress(OSError):  # it has gone, which the answer shows
+            try:
                 self._connection.send_bytes(pickle.dumps(task))
                 socket.send_fds(self._socket, [b"f"], list(descriptors))
-            answer = self._receive()
+                answer: int | str = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError) as error:
+                self._why_gone = f"the process that does the imports has ended{self._end()}"
+                raise ServerGone(self._why_gone) from error
         if isinstance(answer, str):
             raise ServerGone(answer)
-        self.used_up = not forks
-        return int(answer)
+        if answer == self.pid:
+            self._why_gone = "every process that was started early is in use"
+        return answer
 
     def clone(self) -> "ForkServer":
-        """Return another server that has done the same imports: a fork of this one.
-
-        Raise ServerGone if it cannot fork.
-        """
-        if not self.imported().forks:
-            raise ServerGone("the imports have initialized CUDA, so the process that did them cannot fork")
+        """Return another server, a fork of this one. Raise ServerGone."""
         own, its = socket.socketpair()
         with its:
-            pid = self.fork(Task("", serves=True, ends_with_parent=True), [0, 1, 2, its.fileno()])
-        return ForkServer(own, pid)
+            serve_again, meaning = f"{__name__}:serve_again", f"{__name__}:nothing"
+            task = Task(serve_again, meaning=meaning, blocked=frozenset(FOR_CLIENT), ends_with_parent=True)
+            return ForkServer(own, self.fork(task, [0, 1, 2, its.fileno()]))
 
     def close(self) -> None:
-        """End the server. Forked processes go on. A second call does nothing."""
+        """End the server, unless it does a task. Forked processes go on. A second call does nothing."""
         self._connection.close()
         self._socket.close()
-        self._why_gone = self._why_gone or "the process that did the imports has been ended"
-        self._end()
+        if not self._why_gone:
+            self._why_gone = f"the process that does the imports was ended{self._end()}"
 
     def _end(self) -> str:
-        """End the server, unless it does a task, and return how it ended; "" if that is not known."""
-        if self.used_up or self._has_ended:
-            return ""
-        self._has_ended = True
+        """End the server, and return how it ended; "" if that is not known."""
         try:
             os.kill(self.pid, signal.SIGKILL)  # it may be in its imports
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         except (ChildProcessError, ProcessLookupError):  # somebody else has waited for it
             return ""
         return f" with exit code {code}" if code >= 0 else f": {signal.Signals(-code).name}"
-
-    def _receive(self) -> Any:
-        try:
-            return pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            when = "after" if self._imported else "during"
-            self._why_gone = f"the process that does the imports has ended {when} them{self._end()}"
-            raise ServerGone(self._why_gone) from error
 
 
 class ForkedChild(Popen):
@@ -327,223 +379,84 @@ def adopting_orphans() -> Iterator[None]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
-def _parent_of(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
+# The server's side.
 
 
-# The server.
-
-
-@contextmanager
-def collecting_nothing() -> Iterator[None]:
-    """Keep Python's garbage collector from looking at what is imported in this block, now and later.
-
-    What is imported stays. The collector would look at all of it again and again, for a fifth of the time that the
-    imports take. And a forked process shares the memory only as long as the collector does not write to it.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def import_once(modules: Sequence[str]) -> Imported:
-    """Import the modules, and record what they read of the environment and set in it."""
-    before, began, started = dict(os.environ), time.time(), time.monotonic()
-    with tempfile.TemporaryFile() as output:
-        with _printing_to(output.fileno()), _recording_reads() as read, collecting_nothing():
-            for module in modules:
-                importlib.import_module(module)
-        output.seek(0)
-        printed = output.read()
-    changed = {
-        name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)
-    }
-    torch = sys.modules.get("torch")
-    forks = torch is None or not torch.cuda.is_initialized()
-    return Imported(began, time.monotonic() - started, before, frozenset(read), changed, printed, forks)
-
-
-def _prepare_titles() -> None:
-    """Let setproctitle find the arguments of this process, next to the environment, which imports and forked processes
-    replace.
-
-    Without SPT_NOENV titles would take the environment's place, by which a process is found that belongs to a run
-    (run_tree.with_variable).
-    """
-    with suppress(ModuleNotFoundError), patch.dict(os.environ, SPT_NOENV="1"):
-        importlib.import_module("setproctitle").getproctitle()
-
-
-@contextmanager
-def _printing_to(descriptor: int) -> Iterator[None]:
-    """Send this process's standard output and error to the descriptor."""
-    own = os.dup(1), os.dup(2)
-    for number in (1, 2):
-        os.dup2(descriptor, number)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, each in zip((1, 2), own, strict=True):
-            os.dup2(each, number)
-            os.close(each)
-
-
-@contextmanager
-def _recording_reads() -> Iterator[set[str]]:
-    """Collect the names of the environment variables that are read in this block."""
-    read: set[str] = set()
-    real = type(os.environ)
-
-    class Recording(real):  # type: ignore[misc, valid-type]
-        def __getitem__(self, name: str) -> str:
-            read.add(name)
-            return str(super().__getitem__(name))
-
-        def __contains__(self, name: object) -> bool:
-            read.add(str(name))
-            return bool(super().__contains__(name))
-
-    os.environ.__class__ = Recording
-    try:
-        yield read
-    finally:
-        os.environ.__class__ = real
-
-
-def main(descriptor: int, client: int, modules: Sequence[str], first: str, argument: str) -> None:
-    """Import the modules and serve the client.
-
-    In each forked process, do its task; then the interpreter ends as usual.
-    """
+def main(descriptor: int, client: int, modules: Sequence[str]) -> NoReturn:
+    """Import the modules and serve the client, in a Python that was started for that."""
     _end_with(client)
-    _prepare_titles()
-    connection = socket.socket(fileno=descriptor)
-    servers: Sequence[ForkServer] = ()
-    answer: Imported | str
+    problem = ""
     try:
-        servers = resolve_name(first)(argument) if first else ()
-        answer = import_once(modules)
-        if servers:
-            answer = replace(answer, forks=False)  # they are children of this process, and of no other
-        threads = [thread.name for thread in threading.enumerate()[1:]]
-        if threads and answer.forks:
-            answer = f"an import has started threads, which a forked process does not have: {', '.join(threads)}"
-    except (
-        BaseException
-    ) as error:  # SystemExit too. It is not shown: whoever needs the import will make it and show it.
-        answer = f"an import failed: {type(error).__name__}: {error}"
-    while True:
-        task, descriptors = _serve(connection, answer)
-        assert isinstance(answer, Imported)
-        _settle(task, descriptors, answer)
-        if task.serves:
-            signal.pthread_sigmask(signal.SIG_BLOCK, FOR_CLIENT)
-            connection = socket.socket(fileno=descriptors[3])
-            continue
-        ForkServer.hand_over(servers)
-        if not (task.gets_server and answer.forks):
-            break
-        own, its = socket.socketpair()
-        client = os.getpid()
-        if pid := os.fork():
-            its.close()
-            os.environ[HANDED_OVER] = f"{own.detach()}:{pid}"
-            break
-        # The new process is the server of the one that forked it.
-        _end_with(client)
-        signal.pthread_sigmask(signal.SIG_BLOCK, FOR_CLIENT)
-        own.close()
-        for each in descriptors[3:]:
-            os.close(each)
-        connection = its
-    resolve_name(task.function)(task.argument, descriptors[3:])
+        import_once(modules, os.environ)
+    except BaseException as error:  # SystemExit too. Whoever needs the import will make it and show it.
+        problem = f"an import failed: {type(error).__name__}: {error}"
+    if may_fork() and (threads := [thread.name for thread in threading.enumerate()[1:]]):
+        problem = f"an import has started threads, which a forked process does not have: {', '.join(threads)}"
+    serve(socket.socket(fileno=descriptor), problem)
 
 
-def _serve(connection: socket.socket, answer: Imported | str) -> tuple[Task, list[int]]:
-    """Answer what was imported, then fork a process for each task.
+def serve(connection: socket.socket, problem: str = "") -> NoReturn:
+    """Fork a process for each task that the client sends; do the first one, if the imports opened a GPU.
 
-    Return in that process; the server itself ends in here.
+    problem: why no task can be done; "" if there is nothing.
     """
+    task, descriptors = _task_of_this_process(connection, problem)
+    _settle(task, descriptors)
+    run_and_end(resolve_name(task.function), task.argument, descriptors[3:])
+
+
+def serve_again(_: bytes, descriptors: Sequence[int]) -> NoReturn:
+    """Be a server, in a process that a server has forked for that."""
+    serve(socket.socket(fileno=descriptors[0]))
+
+
+def _task_of_this_process(connection: socket.socket, problem: str) -> tuple[Task, list[int]]:
+    """Answer the client. Return in the process that does a task; the server itself ends in here."""
     messages = Connection(os.dup(connection.fileno()))
     with suppress(OSError, EOFError):  # the client has gone
-        messages.send_bytes(pickle.dumps(answer))
-        while isinstance(answer, Imported):
+        while True:
             task = pickle.loads(messages.recv_bytes())
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 250, socket.MSG_CMSG_CLOEXEC)
-            if not answer.forks:
+            why_not = problem or _imports[0].obstacle(task.environment, resolve_name(task.meaning))
+            if why_not:
+                messages.send_bytes(pickle.dumps(why_not))
+            elif not may_fork() or _is_fork_for(messages):
                 messages.send_bytes(pickle.dumps(os.getpid()))
-            elif not _fork_for(messages):
-                for each in descriptors:
-                    os.close(each)
-                continue
-            messages.close()
-            connection.close()
-            return task, descriptors
+                messages.close()
+                connection.close()
+                return task, descriptors
+            for each in descriptors:
+                os.close(each)
     os._exit(0)
 
 
-def _fork_for(client: Connection) -> bool:
-    """Fork a process that the client adopts, and tell the client its pid, or why there is none.
-
-    Return whether this is it.
-
-    It goes on only when the client knows its pid: if this server is killed before, nothing runs that nobody knows of.
-    """
-    told, tells = os.pipe()
+def _is_fork_for(messages: Connection) -> bool:
+    """Fork a process that the client adopts, and return whether this is it. If that fails, tell the client why."""
     waits, goes = os.pipe()
+    middle = -1
     try:
         middle = os.fork()
+        if middle == 0 and os.fork():
+            os._exit(0)
     except OSError as error:
-        os.write(tells, str(error).encode())
-    else:
+        messages.send_bytes(pickle.dumps(f"the process that does the imports cannot fork: {error}"))
         if middle == 0:
-            _fork_orphan(tells)
-            for each in (told, tells, goes):
-                os.close(each)
-            if not os.read(waits, 1):
-                os._exit(1)
-            os.close(waits)
-            return True
+            os._exit(1)
+    if middle == 0:
+        os.close(goes)
+        os.read(waits, 1)  # until the client has adopted it
+        os.close(waits)
+        return True
+    if middle > 0:
         os.waitpid(middle, 0)
-    os.close(tells)
-    os.close(waits)
-    said = os.read(told, 1000).decode()
-    client.send_bytes(
-        pickle.dumps(int(said) if said.isdecimal() else f"the process that does the imports cannot fork: {said}")
-    )
-    with suppress(BrokenPipeError):  # it has been killed
-        os.write(goes, b"1")
-    os.close(told)
     os.close(goes)
+    os.close(waits)
     return False
 
 
-def _fork_orphan(tells: int) -> None:
-    """Fork a process and end, so that the client becomes its parent. Write its pid, or why there is none.
-
-    Return in it.
-    """
-    try:
-        if pid := os.fork():
-            os.write(tells, str(pid).encode())
-            os._exit(0)
-    except OSError as error:
-        os.write(tells, str(error).encode())
-        os._exit(1)
-
-
-def _settle(task: Task, descriptors: Sequence[int], imported: Imported) -> None:
+def _settle(task: Task, descriptors: Sequence[int]) -> None:
     """Give this process the surroundings of its task."""
-    if task.new_session and os.getsid(0) != os.getpid():
+    if task.new_session:
         os.setsid()
     _end_with(task.parent if task.ends_with_parent else 0)
     for limit, values in task.limits.items():
@@ -553,14 +466,33 @@ def _settle(task: Task, descriptors: Sequence[int], imported: Imported) -> None:
         os.dup2(passed, number)
         os.close(passed)
     os.chdir(task.folder)
-    os.environ.clear()
-    os.environ.update(imported.applied_to(task.environment))
+    _become(_imports[0].applied_to(task.environment))
     tempfile.tempdir = None
     multiprocessing.current_process().authkey = os.urandom(32)  # as multiprocessing draws one in each new Python
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     signal.pthread_sigmask(signal.SIG_SETMASK, task.blocked)
+
+
+def run_and_end(function: Callable[..., Any], *arguments: Any) -> NoReturn:
+    """Call the function and end this process as Python ends a script: with what is below it on the stack left alone."""
+    code = 0
+    try:
+        function(*arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if code == 1 and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for what a script's end waits for
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or a pipe that nobody reads
+            stream.flush()
+    os._exit(code)
 
 
 def _end_with(parent: int) -> None:

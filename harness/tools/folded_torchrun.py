@@ -7,6 +7,7 @@ still goes to the screen at once. torchrun's folder for temporary files belongs 
 
 import io
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -51,10 +52,13 @@ class Launch:
             yield cls(folder, starting, _until_started=until_started)
 
     def imports(self) -> AbstractContextManager[Any]:
-        """Have what torch logs go to the report, if torch is imported in this block: its handlers keep their stream.
+        """Have what torch logs go to the report: its handlers keep the stream that they were made with.
 
         Standard error itself stays as it is, since torchrun passes on what the ranks write (--tee).
         """
+        for handler in logging.getLogger("torch").handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(self.report)
         return redirect_stderr(self.report)
 
     def started(self) -> None:

@@ -1,5 +1,7 @@
-"""Run torchrun so that the imports of this host's ranks begin at once, and are made only once where they can be
-shared.
+"""Run torchrun so that a host's ranks are forked from one process that has done their imports.
+
+That process is a fork of the launcher. On a CPU it has imported all that ranks and their engines need. On GPUs it has not
+imported SGLang, whose import would initialize CUDA.
 """
 
 import math
@@ -17,24 +19,23 @@ from typing import Any
 from unittest.mock import patch
 
 from harness.config.layers import ConfigError
-from harness.rollout.early_start import CPU_MODULES, ENGINE_MODULES, expected_node, start_early
-from harness.runtime.cpu_standins import no_gpu
-from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, as_written
+from harness.rollout.early_start import CPU_MODULES, IMPORTING
+from harness.runtime.cpu_standins import activate, no_gpu
+from harness.runtime.events import working
+from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, import_once, may_fork
 from harness.tools import folded_torchrun, kernel_caches
-from harness.tools.command_line import parse
-from harness.tools.environments import REPOSITORY
 
 NUMBERS = {
     "--nproc-per-node": (r"0*[1-9]\d*|auto|cpu|gpu|xpu", "a number of ranks, auto, cpu, gpu or xpu"),
     "--nnodes": (r"0*[1-9]\d*(:0*[1-9]\d*)?", "a number of hosts, or the least and the most as 1:4"),
 }
 """Options of torchrun, what they take, and the same in words."""
-JOBS = [REPOSITORY / "launch" / name for name in ("ppo.py", "mismatch.py")]
-"""The scripts whose ranks need not wait for their command line to be read before they import anything."""
 WITHOUT_ENGINE = ("doctor.py", "repro.py")
 """Scripts whose ranks import no SGLang on the way to their work."""
 LOOK_SECONDS = 0.05
-RANK_MODULES = ("harness.run", "harness.tools.observers", "harness.train")
+RANK_MODULES = ("harness.run", "harness.tools.observers")
+ENGINE_MODULES = ("harness.train", *CPU_MODULES)
+"""What a rank and the processes of its engine import in addition."""
 
 
 class ForkedRank(ForkedChild):
@@ -48,7 +49,7 @@ class ForkedRank(ForkedChild):
         """
         streams = [0, output.fileno() if output else 1, error.fileno() if error else 2]
         script = os.fsencode("\0".join(words))
-        task = Task(f"{__name__}:run_script", script, environment, new_session=True, gets_server=True)
+        task = Task(f"{__name__}:run_script", script, environment, new_session=True)
         super().__init__(server.fork(task, streams), sentinel=-1)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -119,12 +120,12 @@ def check_numbers(words: Sequence[str]) -> None:
 
 
 def run_torchrun() -> int:
-    """Start the imports, and run torchrun on this process's arguments meanwhile. Return the exit code.
+    """Do the imports of the ranks, and run torchrun on this process's arguments. Return the exit code.
 
     torchrun's own output goes to a file in the run directory (see folded_torchrun).
     """
-    with folded_torchrun.Launch.open("importing torch, transformers and SGLang") as launch:
-        servers = start_ranks_early(sys.argv[1:]) if not no_gpu() else start_ranks_server(sys.argv[1:])
+    server = server_of_ranks(sys.argv[1:])
+    with folded_torchrun.Launch.open("starting the ranks") as launch:
         with launch.imports():
             from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
             from torch.distributed.run import main as torchrun
@@ -134,94 +135,40 @@ def run_torchrun() -> int:
         start_python = handler._popen
 
         def start_rank(self: Any, words: Sequence[str], environment: dict[str, str]) -> Any:
-            script = script_of(words)
-            server = servers[min(self.local_rank_id, len(servers) - 1)] if script and servers else None
-            why = ""
             try:
-                if server and not server.used_up:
-                    why = server.imported().obstacle(environment, as_written)
-                    if not why:
-                        return ForkedRank(server, script, environment, self._stdout, self._stderr)
+                if server and (script := script_of(words)):
+                    return ForkedRank(server, script, environment, self._stdout, self._stderr)
             except ServerGone as error:
-                # Without the exception's words: a rank that needs the import shows them, and in the log of any other
-                # they would be taken for a failure.
-                why = str(error).partition(":")[0]
+                said = f"local rank {self.local_rank_id} starts as torchrun starts it: {error}"
+                print(said, file=sys.stderr, flush=True)
             finally:
                 launch.started()
-            if why:
-                print(
-                    f"local rank {self.local_rank_id} starts as torchrun starts it: {why}", file=sys.stderr, flush=True
-                )
             return start_python(self, tuple(words), environment)
 
         with patch.object(handler, "_popen", start_rank):
             return launch.run(torchrun, sys.argv[1:])
 
 
-def start_ranks_server(words: Sequence[str]) -> list[ForkServer]:
-    """Start the process from which all ranks of a host without a GPU are forked, with all that they and their engines
-    need; none for a script that has no engine. words: torchrun's arguments.
+def server_of_ranks(words: Sequence[str]) -> ForkServer | None:
+    """Return the server that forks the ranks of this host; None if they are to be started. words: torchrun's arguments.
+
+    If an import fails, a rank will fail by it and show it.
     """
-    if Path(next(iter(ranks_and_script(words)[1]), "")).name in WITHOUT_ENGINE:
-        return []
+    script = next((Path(word).name for word in words if word.endswith(".py")), "")
     os.environ.update(kernel_caches.variables(os.environ))
-    print("importing torch, transformers and SGLang, once for all ranks of this host", flush=True)
-    return [ForkServer.start([*RANK_MODULES, *CPU_MODULES], os.environ)]
-
-
-def start_ranks_early(words: Sequence[str]) -> list[ForkServer]:
-    """Start a process for each rank of one of JOBS, if this host runs them all; none if torchrun is to start them.
-
-    words: torchrun's arguments. An import of SGLang initializes CUDA, which a forked process cannot use. So each
-    process becomes the rank itself, and those that will build an engine start its processes first.
-    """
-    ranks, script = ranks_and_script(words)
-    if not ranks or not script or Path(script[0]).resolve() not in JOBS:
-        return []
-    os.environ.update(kernel_caches.variables(os.environ))
-    if ranks > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if re.search(r"--nproc[-_]per[-_]node[= ]0*(?:[2-9]|1\d)", " ".join(words)):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; OpenMP reads it once
+    if script in WITHOUT_ENGINE:
+        return None
+    with_engine = bool(no_gpu())
+    if with_engine:
+        activate()
+    modules = [*RANK_MODULES, *(ENGINE_MODULES if with_engine else ())]
+    what = IMPORTING if with_engine else "importing torch"
+    print(f"{what}, once for all ranks of this host", flush=True)
     try:
-        config = parse(script[1:]).config
-    except ValueError:  # which the ranks report
-        return []
-    servers = []
-    for rank in range(ranks) if config.engine.device != "cpu" else ():
-        builds = expected_node(config, "cuda", variables_of_rank(rank, ranks)) is not None
-        servers.append(
-            ForkServer.start(
-                [*RANK_MODULES, *(ENGINE_MODULES if builds else ())],
-                os.environ | variables_of_rank(rank, ranks),
-                first=f"{__name__}:start_engine_early",
-                argument="\0".join([str(rank), str(ranks), *script[1:]]),
-                new_session=True,
-            )
-        )
-    return servers
-
-
-def start_engine_early(argument: str) -> list[ForkServer]:
-    """Start the processes of the engine that a rank will build, in the process that will become the rank."""
-    rank, ranks, *words = argument.split("\0")
-    return start_early(parse(words).config, "cuda", {**os.environ, **variables_of_rank(int(rank), int(ranks))})
-
-
-def variables_of_rank(rank: int, ranks: int) -> dict[str, str]:
-    """Return what torchrun will set for a rank, if all ranks are on this host."""
-    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), **size}
-
-
-def ranks_and_script(words: Sequence[str]) -> tuple[int, Sequence[str]]:
-    """Read torchrun's arguments without importing torch: the number of ranks, and the script with its arguments.
-
-    The number is 0 if it is a word ("gpu"), or if there are other hosts.
-    """
-    at = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
-    options: dict[str, str] = {}
-    for word, following in zip(words[:at], [*words[1:at], ""], strict=False):
-        name, is_given, value = word.partition("=")
-        options[name.replace("_", "-")] = value if is_given else following
-    ranks = options.get("--nproc-per-node", "1")
-    one_host = options.get("--nnodes", "1") == "1"
-    return int(ranks) if ranks.isdecimal() and one_host else 0, words[at:]
+        with working(what, importing=True):
+            import_once(modules, os.environ)
+    except ImportError:
+        return None
+    return ForkServer.here() if may_fork() else None

@@ -1,17 +1,18 @@
 """Which processes a rank starts before it knows the other ranks."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.config.schema import Config
 from harness.rollout import early_start
 from harness.rollout.early_start import expected_node, preload_of_memory_saver, start_early
 from harness.rollout.engine_settings import variables_of_precision
-from harness.runtime.fork_server import HANDED_OVER, ForkServer
 
 
 def torchrun(rank: int, world_size: int, here: int | None = None, **variables: str) -> dict[str, str]:
@@ -145,20 +146,35 @@ def cheap_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     for name in ("ENGINE_MODULES", "CPU_MODULES"):
         monkeypatch.setattr(early_start, name, ("cheap",))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delenv(HANDED_OVER, raising=False)
     yield
 
 
-@pytest.mark.usefixtures("cheap_modules")
-def test_on_the_cpu_a_rank_that_builds_an_engine_starts_one_server_in_the_engines_environment() -> None:
-    [server] = start_early(config_of(), "cpu", torchrun(0, 2))
-    try:
-        environment = server.imported().environment
-        assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["PYTHONSAFEPATH"] == "1"
-        assert not {"RANK", "WORLD_SIZE"} & environment.keys()
-    finally:
-        server.close()
-    assert start_early(config_of(), "cpu", torchrun(1, 2)) == []
+ON_CPU = """
+import json, os, sys
+from harness.config.schema import Config
+from harness.rollout import early_start
+from harness.runtime.fork_server import ForkServer, Task
+early_start.CPU_MODULES = ("cheap",)
+config = Config()
+config.parallel.tp = 2
+ranks = [{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
+assert early_start.start_early(config, "cpu", ranks[1]) == []
+os.environ.update(ranks[0])
+[server] = early_start.start_early(config, "cpu", ranks[0])
+assert os.environ["SEEN"] == "1 1 None" and os.environ["RANK"] == "0"
+"""
+
+
+def test_on_the_cpu_a_rank_that_builds_an_engine_imports_in_the_engines_environment(tmp_path: Path) -> None:
+    names = ("SGLANG_USE_CPU_ENGINE", "PYTHONSAFEPATH", "RANK")
+    (tmp_path / "cheap.py").write_text(
+        f"import os; os.environ['SEEN'] = ' '.join(str(os.environ.get(name)) for name in {names})"
+    )
+    path = f"{tmp_path}:{os.environ['PYTHONPATH']}"
+    run = subprocess.run(
+        [sys.executable, "-c", ON_CPU], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.usefixtures("cheap_modules", "on_eight_gpus")
@@ -166,7 +182,7 @@ def test_on_gpus_there_is_a_process_for_each_scheduler_and_one_for_the_detokeniz
     servers = start_early(
         config_of(), "cuda", torchrun(0, 2, PYTHONPATH=os.environ["PYTHONPATH"], CUDA_VISIBLE_DEVICES="4,2")
     )
-    seen = [server.imported().environment["CUDA_VISIBLE_DEVICES"] for server in servers]
+    seen = [psutil.Process(server.pid).environ()["CUDA_VISIBLE_DEVICES"] for server in servers]
     for server in servers:
         server.close()
     assert seen == ["4,2"] * 3
@@ -180,26 +196,3 @@ def test_where_sglang_is_not_started_or_starts_its_own_nothing_is(
     config = config_of()
     setattr(getattr(config, section), name, value)
     assert start_early(config, "cpu", torchrun(0, 2)) == []
-    given = ForkServer.start(["json"], {})
-    ForkServer.hand_over([given])
-    assert start_early(config, "cpu", torchrun(0, 2)) == []
-    assert not Path(f"/proc/{given.pid}").exists()
-
-
-@pytest.mark.usefixtures("cheap_modules")
-def test_who_has_handed_a_server_over_does_not_end_what_became_of_it() -> None:
-    given = ForkServer.start(["json"], dict(os.environ))
-    ForkServer.hand_over([given])
-    [taken] = ForkServer.handed_over()
-    given.close()
-    assert given.obstacle({}) and taken.imported().forks and Path(f"/proc/{given.pid}").exists()
-    taken.close()
-
-
-@pytest.mark.usefixtures("cheap_modules")
-def test_a_server_that_the_rank_was_given_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ForkServer.start(["json"], {})
-    ForkServer.hand_over([given])
-    [server] = start_early(config_of(), "cpu", torchrun(0, 2))
-    assert server.pid == given.pid
-    server.close()

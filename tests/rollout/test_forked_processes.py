@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from harness.rollout.early_start import ForkedProcess, forking
-from harness.runtime.fork_server import ForkServer
+from harness.runtime.fork_server import ForkServer, ServerGone, Task
 from tests.rollout import forked_targets
+from tests.runtime.test_fork_server import OPENS_GPU
 
 SECONDS = 60
 spawning = multiprocessing.get_context("spawn")
@@ -141,16 +142,6 @@ def test_terminate_ends_it_with_sigterm(start: Start) -> None:
     assert process.exitcode == -signal.SIGTERM
 
 
-def test_what_the_imports_print_comes_once(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    with forking([start("print('a warning of the import')")]):
-        processes = [spawning.Process(target=forked_targets.exit_with, args=(0,)) for _ in range(2)]
-        for process in processes:
-            process.start()
-    for process in processes:
-        process.join(SECONDS)
-    assert capfd.readouterr().err.count("a warning of the import") == 1
-
-
 # Where a server cannot fork, multiprocessing spawns, and it is said why.
 
 
@@ -192,7 +183,7 @@ def test_imports_that_failed(start: Start) -> None:
 def test_a_server_that_was_killed(start: Start, text: str) -> None:
     server = start(text)
     if not text:
-        server.imported()
+        os.waitpid(server.fork(Task("tests.runtime.forked_tasks:exit_with", b"0"), [0, 1, 2]), 0)
     os.kill(server.pid, signal.SIGKILL)
     assert "SIGKILL" in spawned_because([server])
 
@@ -215,8 +206,9 @@ def test_no_server_needs_no_reason() -> None:
 
 
 def test_the_second_server_forks_where_the_first_cannot(start: Start) -> None:
-    failed, works = start("raise ArithmeticError"), None
-    assert failed.obstacle(os.environ)
+    failed, works = start("raise ArithmeticError", "harness"), None
+    with pytest.raises(ServerGone):
+        failed.fork(Task(""))  # the imports are done
     works = start()
     with forking([failed, works]) as starts:
         process, pipe = run(forked_targets.answer)
@@ -233,17 +225,8 @@ def test_after_the_block_processes_are_spawned_again(start: Start) -> None:
     assert not isinstance(process._popen, ForkedProcess)
 
 
-@pytest.fixture
-def with_stub_of_initialized_torch(tmp_path: Path) -> None:
-    """Stand in for torch on a machine without a GPU: CUDA says that the imports have initialized it."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("from torch import cuda\n")
-    (tmp_path / "torch" / "cuda.py").write_text("def is_initialized():\n    return True\n")
-
-
-@pytest.mark.usefixtures("with_stub_of_initialized_torch")
-def test_with_cuda_each_server_becomes_one_process_and_then_they_are_spawned(start: Start) -> None:
-    servers = [start("", "torch") for _ in range(2)]
+def test_with_a_gpu_each_server_becomes_one_process_and_then_they_are_spawned(start: Start) -> None:
+    servers = [start(OPENS_GPU) for _ in range(2)]
     with forking(servers) as starts:
         started = [run(forked_targets.answer) for _ in range(3)]
     seen = [received(pipe) for _, pipe in started]
@@ -258,7 +241,7 @@ def test_with_cuda_each_server_becomes_one_process_and_then_they_are_spawned(sta
 CLIENT = """
 import multiprocessing, os, sys
 from harness.rollout.early_start import forking
-from harness.runtime.fork_server import ForkServer
+from harness.runtime.fork_server import ForkServer, ServerGone, Task
 from tests.rollout import forked_targets
 
 if __name__ == "__main__":

@@ -68,13 +68,20 @@ def set_title(argument: bytes, descriptors: Sequence[int]) -> None:
     say(descriptors[0], [Path("/proc/self", name).read_text().split("\0") for name in ("cmdline", "environ")])
 
 
-def fork_in_turn(argument: bytes, descriptors: Sequence[int]) -> None:
-    """Fork from the server that this process was given; say what the two processes are, and whether a second call gives
-    one."""
-    from harness.runtime.fork_server import HANDED_OVER, ForkServer, Task
+def end_by_sigterm(argument: bytes, descriptors: Sequence[int]) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
 
-    [server] = ForkServer.handed_over()
-    assert HANDED_OVER not in os.environ and ForkServer.handed_over() == []
+
+def meaning(name: str, value: str | None) -> object:
+    return (value or "0").lower() in ("1", "true") if name == "SWITCH" else value
+
+
+def fork_in_turn(argument: bytes, descriptors: Sequence[int]) -> None:
+    """Fork a server, and a process by it; say what the two processes are."""
+    from harness.runtime.fork_server import ForkServer, Task
+
+    server = ForkServer.here()
     reading, writing = os.pipe()
     pid = server.fork(Task(f"{__name__}:report", argument), [0, 1, 2, writing])
     os.close(writing)
@@ -84,19 +91,5 @@ def fork_in_turn(argument: bytes, descriptors: Sequence[int]) -> None:
     say(descriptors[0], {"pid": os.getpid(), "server": server.pid, "code": code, "grandchild": grandchild})
 
 
-def name_server(argument: bytes, descriptors: Sequence[int]) -> None:
-    """Say the variable by which a server is handed over, and leave the server alone."""
-    say(descriptors[0], os.environ.get("HARNESS_FORK_SERVER"))
-
-
 def import_module_of(argument: bytes, descriptors: Sequence[int]) -> None:
     say(descriptors[0], [import_module(argument.decode()).__file__, len(threading.enumerate())])
-
-
-def start_another(argument: str) -> list[Any]:
-    """Start a server from a server, before its imports."""
-    from harness.runtime.fork_server import ForkServer
-
-    if argument == "fails":
-        raise ArithmeticError("planted")
-    return [ForkServer.start([argument], os.environ)]

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.runtime.fork_server import HANDED_OVER, ForkServer, ServerGone, Task, as_written
+from harness.runtime.fork_server import AS_WRITTEN, ForkServer, ServerGone, Task
 from harness.runtime.processes import is_alive
 from harness.tools.run_tree import with_variable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASKS = "tests.runtime.forked_tasks"
 HANG_SECONDS = 60
+CLEAN = dict(os.environ)
 
 Start = Callable[..., ForkServer]
 
@@ -44,17 +44,19 @@ def no_hang() -> Iterator[None]:
 
 
 def environment_with(folder: Path, **variables: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{folder}:{REPOSITORY}"} | variables
+    return CLEAN | {"PYTHONPATH": f"{folder}:{REPOSITORY}"} | variables
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a server that imports `cheap`, a module with this text, in this environment."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Start a server that imports `cheap`, a module with this text, in this environment, which this process gets."""
     with ExitStack() as stack:
 
         def start_server(text: str = "", *modules: str, **variables: str) -> ForkServer:
             (tmp_path / "cheap.py").write_text(textwrap.dedent(text))
-            server = ForkServer.start(["cheap", *modules], environment_with(tmp_path, **variables))
+            for name, value in environment_with(tmp_path, **variables).items():
+                monkeypatch.setenv(name, value)
+            server = ForkServer.start(["cheap", *modules], dict(os.environ))
             stack.callback(server.close)
             return server
 
@@ -86,6 +88,16 @@ def result(server: ForkServer, function: str = "report", argument: str = "", **s
     text = said(reading)
     assert exit_code(pid) == 0
     return json.loads(text)
+
+
+def refusal(server: ForkServer, environment: Mapping[str, str], meaning: str = AS_WRITTEN) -> str:
+    """Why a process with this environment is not forked; "" if it is."""
+    try:
+        pid = server.fork(Task(f"{TASKS}:exit_with", b"0", dict(environment), meaning), [0, 1, 2, 1])
+    except ServerGone as error:
+        return str(error)
+    assert exit_code(pid) == 0
+    return ""
 
 
 def gone(pid: int) -> bool:
@@ -163,7 +175,7 @@ def test_its_surroundings_are_those_of_the_task(start: Start, tmp_path: Path) ->
 
 def test_its_surroundings_are_those_of_the_process_that_asks_unless_told(start: Start) -> None:
     server = start()
-    assert server.imported()
+    result(server)  # its limits are as they were
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     raised = (limits[0] - 1, limits[1])  # what SGLang does before it starts its processes, upwards
     resource.setrlimit(resource.RLIMIT_NOFILE, raised)
@@ -208,12 +220,6 @@ def test_it_gets_what_the_imports_would_have_set_in_its_environment(start: Start
     assert process["environment"] == environment_with(tmp_path, SET="by the import", OWN="mine")
 
 
-def test_what_the_imports_print_is_kept(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    server = start("import os, sys; print('out'); print('error', file=sys.stderr); os.write(1, b'raw\\n')")
-    assert sorted(server.imported().printed.split()) == [b"error", b"out", b"raw"]
-    assert capfd.readouterr() == ("", "")
-
-
 def test_no_two_have_the_same_random_numbers(start: Start) -> None:
     server = start("import random, numpy; random.seed(1); numpy.random.seed(1)")
     seen = [result(server) for _ in range(2)]
@@ -225,7 +231,7 @@ def test_it_uses_the_folder_for_temporary_files_of_its_task(start: Start, tmp_pa
     (tmp_path / "new").mkdir()
     server = start("import tempfile; tempfile.gettempdir()")
     environment = environment_with(tmp_path, TMPDIR=str(tmp_path / "new"))
-    assert server.obstacle(environment) == ""
+    assert refusal(server, environment) == ""
     assert result(server, environment=environment)["temporary"] == str(tmp_path / "new")
 
 
@@ -250,7 +256,7 @@ import os, signal, sys
 from harness.runtime.fork_server import ForkServer, Task
 server = ForkServer.start(["cheap"], os.environ)
 if "imported" in sys.argv:
-    server.imported()
+    os.waitpid(server.fork(Task("tests.runtime.forked_tasks:exit_with", b"0"), [0, 2, 2]), 0)
 if "forked" in sys.argv:
     for ends in (True, False):
         reading, writing = os.pipe()
@@ -332,10 +338,10 @@ def test_signals_for_the_client_do_not_end_the_server(start: Start, number: sign
 
 def test_a_variable_that_was_read_and_differs_is_an_obstacle_with_both_values(start: Start, tmp_path: Path) -> None:
     server = start("import os; os.environ.get('READ'); 'ASKED' in os.environ", READ="1", UNREAD="1")
-    assert server.obstacle(environment_with(tmp_path, READ="1", UNREAD="2")) == ""
-    assert server.obstacle(environment_with(tmp_path, READ="2")) == "READ was '1' during the imports, and is '2' here"
-    assert server.obstacle(environment_with(tmp_path)) == "READ was '1' during the imports, and is unset here"
-    asked = server.obstacle(environment_with(tmp_path, READ="1", ASKED="3"))
+    assert refusal(server, environment_with(tmp_path, READ="1", UNREAD="2")) == ""
+    assert refusal(server, environment_with(tmp_path, READ="2")) == "READ was '1' during the imports, and is '2' here"
+    assert refusal(server, environment_with(tmp_path)) == "READ was '1' during the imports, and is unset here"
+    asked = refusal(server, environment_with(tmp_path, READ="1", ASKED="3"))
     assert asked == "ASKED was unset during the imports, and is '3' here"
 
 
@@ -344,30 +350,27 @@ def test_a_variable_that_was_read_and_differs_is_an_obstacle_with_both_values(st
 )
 def test_every_way_of_reading_counts(start: Start, tmp_path: Path, read: str) -> None:
     server = start(f"import os; {read}", READ="1")
-    assert "READ" in server.obstacle(environment_with(tmp_path, READ="2"))
+    assert "READ" in refusal(server, environment_with(tmp_path, READ="2"))
 
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "OMP_NUM_THREADS", "MKL_CBWR", "PYTHONHASHSEED", "LC_ALL"])
 def test_variables_that_libraries_read_count(start: Start, tmp_path: Path, name: str) -> None:
     server = start()
-    assert name in server.obstacle(environment_with(tmp_path) | {name: "3"})
+    assert name in refusal(server, environment_with(tmp_path) | {name: "3"})
 
 
 def test_a_value_that_the_imports_have_set_themselves_is_none(start: Start, tmp_path: Path) -> None:
     server = start("import os; os.environ.setdefault('SET', '5')")
-    assert server.obstacle(environment_with(tmp_path)) == ""
-    assert server.obstacle(environment_with(tmp_path, SET="5")) == ""
-    assert server.obstacle(environment_with(tmp_path, SET="6"))
+    assert refusal(server, environment_with(tmp_path)) == ""
+    assert refusal(server, environment_with(tmp_path, SET="5")) == ""
+    assert refusal(server, environment_with(tmp_path, SET="6"))
 
 
 def test_values_of_one_meaning_are_equal(start: Start, tmp_path: Path) -> None:
-    def meaning(name: str, value: str | None) -> object:
-        return (value or "0").lower() in ("1", "true") if name == "SWITCH" else value
-
-    server = start("import os; os.environ.get('SWITCH'); os.environ.get('OTHER')")
-    assert server.obstacle(environment_with(tmp_path, SWITCH="0"), meaning) == ""
-    assert "SWITCH" in server.obstacle(environment_with(tmp_path, SWITCH="1"), meaning)
-    assert "OTHER" in server.obstacle(environment_with(tmp_path, OTHER="0"), meaning)
+    server, meaning = start("import os; os.environ.get('SWITCH'); os.environ.get('OTHER')"), f"{TASKS}:meaning"
+    assert refusal(server, environment_with(tmp_path, SWITCH="0"), meaning) == ""
+    assert "SWITCH" in refusal(server, environment_with(tmp_path, SWITCH="1"), meaning)
+    assert "OTHER" in refusal(server, environment_with(tmp_path, OTHER="0"), meaning)
 
 
 @pytest.mark.parametrize(
@@ -375,65 +378,48 @@ def test_values_of_one_meaning_are_equal(start: Start, tmp_path: Path) -> None:
     [
         ("raise ArithmeticError('planted')", "an import failed: ArithmeticError: planted"),
         ("import no_such_module", "an import failed: ModuleNotFoundError"),
-        ("import os; os._exit(5)", "during them with exit code 5"),
+        ("import os; os._exit(5)", "has ended with exit code 5"),
         ("import sys; sys.exit(6)", "an import failed: SystemExit: 6"),
-        ("import os; os.kill(os.getpid(), 11)", "during them: SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 11)", "has ended: SIGSEGV"),
         (
             "import threading; threading.Thread(target=threading.Event().wait, name='busy', daemon=True).start()",
             "an import has started threads, which a forked process does not have: busy",
         ),
     ],
 )
-def test_imports_that_fail_are_an_obstacle_each_time_that_one_asks(start: Start, text: str, reason: str) -> None:
+def test_imports_that_fail_are_a_refusal_each_time_that_one_asks(start: Start, text: str, reason: str) -> None:
     server = start(text)
-    for _ in range(2):
-        assert reason in server.obstacle(os.environ)
-        with pytest.raises(ServerGone, match=reason):
-            server.fork(Task(f"{TASKS}:report"))
+    assert reason in refusal(server, os.environ)
+    assert refusal(server, os.environ)
     server.close()
     assert not psutil.pid_exists(server.pid)
-    assert reason in server.obstacle(os.environ)
+    assert refusal(server, os.environ)
 
 
-def test_a_server_that_is_killed_during_its_imports_is_an_obstacle(start: Start) -> None:
-    server = start("import time; time.sleep(600)")
+@pytest.mark.parametrize("text", ["import time; time.sleep(600)", ""])
+def test_a_server_that_is_killed_is_a_refusal(start: Start, text: str) -> None:
+    server = start(text)
+    if not text:
+        assert refusal(server, os.environ) == ""
     os.kill(server.pid, signal.SIGKILL)
-    assert "has ended during them: SIGKILL" in server.obstacle(os.environ)
-    with pytest.raises(ServerGone, match="SIGKILL"):
-        server.fork(Task(f"{TASKS}:report"))
-
-
-def test_a_server_that_is_killed_after_its_imports_says_so_when_it_should_fork(start: Start) -> None:
-    server = start()
-    assert server.imported().obstacle(server.imported().environment, as_written) == ""
-    os.kill(server.pid, signal.SIGKILL)
-    for _ in range(2):
-        with pytest.raises(ServerGone, match="has ended after them: SIGKILL"):
-            server.fork(Task(f"{TASKS}:report"))
-    assert "SIGKILL" in server.obstacle(os.environ)
+    assert "has ended: SIGKILL" in refusal(server, os.environ)
     assert not psutil.pid_exists(server.pid)
 
 
-def test_what_is_forked_while_the_server_is_killed_never_runs(start: Start, tmp_path: Path) -> None:
-    """The client would not know of it."""
+def test_what_is_forked_while_the_server_is_killed_is_known(start: Start) -> None:
+    """The client must know of it, to wait for it."""
     server = start(
         """
         import os, signal
-        real, server = os.waitpid, os.getpid()
+        real = os.waitpid
         def killed(pid, options):
             real(pid, options)
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid = killed
         """
     )
-    before = set(psutil.Process().children())
-    reading, writing = os.pipe()
-    with pytest.raises(ServerGone, match="SIGKILL"):
-        server.fork(Task(f"{TASKS}:report"), [0, 1, 2, writing])
-    os.close(writing)
-    assert said(reading) == ""
-    [orphan] = set(psutil.Process().children()) - before  # it became a child of this process
-    assert exit_code(orphan.pid) == 1
+    assert result(server)["parent"] == os.getpid()
+    assert refusal(server, os.environ)
 
 
 @pytest.mark.parametrize("which", [1, 2])
@@ -452,91 +438,31 @@ def test_a_server_that_cannot_fork_says_why_and_lives(start: Start, which: int) 
     )
     with pytest.raises(ServerGone, match="cannot fork: .*Resource temporarily unavailable"):
         server.fork(Task(f"{TASKS}:report"))
-    if which == 1:
+    if which == 1:  # the second is called in another process each time
         assert result(server)["parent"] == os.getpid()
-    server.close()
-
-
-# Servers of forked processes.
-
-
-def test_a_process_that_gets_a_server_forks_in_turn(start: Start) -> None:
-    server = start("import os; os.environ.get('READ')")
-    process = result(server, "fork_in_turn", "word", gets_server=True)
-    assert process["grandchild"]["parent"] == process["pid"] and process["grandchild"]["argument"] == "word"
-    assert process["grandchild"]["modules"] == ["cheap"]
-    assert process["code"] == 0
-    assert gone(process["server"])
-    assert result(server)["modules"] == ["cheap"]  # it forks on
-
-
-def test_a_server_that_its_process_does_not_ask_for_ends_with_it(start: Start) -> None:
-    server = start()
-    pid, reading = fork(server, "name_server", gets_server=True)
-    descriptor, own = (int(part) for part in json.loads(said(reading)).split(":"))
-    assert descriptor > 2 and exit_code(pid) == 0
-    assert gone(own)
-    assert result(server, "name_server") is None
-
-
-def test_the_server_of_a_process_does_not_hold_what_was_passed_to_the_process(start: Start) -> None:
-    """A pipe that shows the end of a process must close with it, even if its server is stopped."""
-    server = start()
-    reading, writing = os.pipe()
-    pid, answer = fork(server, "wait", gets_server=True)
-    assert os.read(answer, 20) == str(pid).encode()
-    [own] = psutil.Process(pid).children()
-    pipe = f"/proc/self/fd/{answer}"
-    while os.readlink(pipe) in {file.resolve().name for file in Path(f"/proc/{own.pid}/fd").iterdir()}:
-        time.sleep(0.01)  # it closes what it has inherited as it begins
-    own.suspend()
-    os.close(writing)
-    os.kill(pid, signal.SIGKILL)
-    assert os.read(answer, 20) == b""
-    assert exit_code(pid) == -signal.SIGKILL
-    assert gone(own.pid)
-    for each in (reading, answer):
-        os.close(each)
-
-
-def test_the_variable_of_an_ancestor_hands_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ForkServer.handed_over() == []
-    monkeypatch.setenv(HANDED_OVER, f"5:{os.getppid()}")
-    assert ForkServer.handed_over() == [] and HANDED_OVER not in os.environ
-    monkeypatch.setenv(HANDED_OVER, "5:999999999")
-    assert ForkServer.handed_over() == []
 
 
 # Imports that initialize CUDA.
 
 
-@pytest.fixture
-def with_stub_of_initialized_torch(tmp_path: Path) -> None:
-    """Stand in for torch on a machine without a GPU: CUDA says that the imports have initialized it."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("from torch import cuda\n")
-    (tmp_path / "torch" / "cuda.py").write_text("def is_initialized():\n    return True\n")
+OPENS_GPU = "import os, harness.runtime.fork_server as f; f.GPU = '/dev/zero'; os.open('/dev/zero', 0); "
+"""Stands in for an import that initializes CUDA."""
 
 
-@pytest.mark.usefixtures("with_stub_of_initialized_torch")
-def test_a_server_with_cuda_does_one_task_itself(start: Start, tmp_path: Path) -> None:
+def test_a_server_with_a_gpu_does_one_task_itself(start: Start) -> None:
     thread = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    server = start(thread, "torch")
-    assert not server.imported().forks and not server.used_up
-    pid, reading = fork(server, "report", ends_with_parent=True, gets_server=True)
+    server = start(OPENS_GPU + thread)
+    pid, reading = fork(server, "report", ends_with_parent=True)
     process = json.loads(said(reading))
     assert pid == server.pid == process["pid"] and process["parent"] == os.getpid()
-    assert HANDED_OVER not in process["environment"]
-    assert server.used_up
-    with pytest.raises(ServerGone, match="does a task"):
+    with pytest.raises(ServerGone, match="in use"):
         server.fork(Task(f"{TASKS}:report"))
     server.close()  # leaves the task alone
     assert exit_code(pid) == 0
 
 
-@pytest.mark.usefixtures("with_stub_of_initialized_torch")
-def test_a_server_with_cuda_is_not_ended_with_its_task_unfinished(start: Start) -> None:
-    server = start("", "torch")
+def test_a_server_with_a_gpu_is_not_ended_with_its_task_unfinished(start: Start) -> None:
+    server = start(OPENS_GPU)
     pid, reading = fork(server, "wait")
     assert os.read(reading, 20) == str(pid).encode()
     server.close()
@@ -546,15 +472,14 @@ def test_a_server_with_cuda_is_not_ended_with_its_task_unfinished(start: Start) 
     os.close(reading)
 
 
-@pytest.mark.usefixtures("with_stub_of_initialized_torch")
-def test_with_cuda_every_variable_of_cuda_counts(start: Start, tmp_path: Path) -> None:
-    server = start("", "torch", CUDA_VISIBLE_DEVICES="1")
-    assert "CUDA_VISIBLE_DEVICES was '1'" in server.obstacle(environment_with(tmp_path, CUDA_VISIBLE_DEVICES="2"))
+def test_with_a_gpu_every_variable_of_cuda_counts(start: Start, tmp_path: Path) -> None:
+    server = start(OPENS_GPU, CUDA_VISIBLE_DEVICES="1")
+    assert "CUDA_VISIBLE_DEVICES was '1'" in refusal(server, environment_with(tmp_path, CUDA_VISIBLE_DEVICES="2"))
 
 
 def test_without_cuda_they_do_not(start: Start, tmp_path: Path) -> None:
     server = start("", CUDA_VISIBLE_DEVICES="1")
-    assert server.obstacle(environment_with(tmp_path, CUDA_VISIBLE_DEVICES="2")) == ""
+    assert refusal(server, environment_with(tmp_path, CUDA_VISIBLE_DEVICES="2")) == ""
 
 
 def test_a_task_of_a_process_that_was_started_late_imports_from_its_folder_only_if_told(
@@ -567,32 +492,53 @@ def test_a_task_of_a_process_that_was_started_late_imports_from_its_folder_only_
     assert str(tmp_path) not in file and threads == 1
 
 
-# Servers that a server starts before its imports.
+# Servers of this process.
+
+HERE = """
+import atexit, json, os, signal, sys, weakref
+from harness.runtime.fork_server import ForkServer, Task, import_once, may_fork
+
+def of_the_client(number, frame):
+    print("the client's handler ran")
+
+signal.signal(signal.SIGTERM, of_the_client)
+import_once(["cheap"], {**os.environ, "READ": "1"})
+import_once(["no_such_module"], os.environ)
+assert may_fork() and "READ" not in os.environ and os.environ["SET"] == "by the import"
+print("written before the fork", end="")
+server = ForkServer.here()
+
+def ask(client, function, argument="", **surroundings):
+    reading, writing = os.pipe()
+    pid = client.fork(Task("tests.runtime.forked_tasks:" + function, argument.encode(), **surroundings), [0, 1, 2, writing])
+    os.close(writing)
+    with open(reading) as answer:
+        text = answer.read()
+    return text and json.loads(text), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+environment = {**os.environ, "READ": "1"}
+first, code = ask(server, "report", environment=environment)
+assert code == 0 and first["parent"] == os.getpid() and first["modules"] == ["cheap"], first
+assert ask(server, "end_by_sigterm", environment=environment)[1] == -signal.SIGTERM
+other = server.clone()
+server.close()
+assert ask(other, "report", environment=environment)[0]["parent"] == os.getpid()
+try:
+    ask(other, "report")
+except Exception as error:
+    assert "READ was '1' during the imports" in str(error), error
+else:
+    raise AssertionError("it was forked")
+third, _ = ask(other, "fork_in_turn", environment=environment)
+assert third["grandchild"]["parent"] == third["pid"] and third["grandchild"]["modules"] == ["cheap"], third
+other.close()
+print(" and after it")
+"""
 
 
-def test_a_server_hands_over_the_servers_that_it_started_first(start: Start, tmp_path: Path) -> None:
-    start()  # the module is there
-    server = ForkServer.start(
-        ["json"], environment_with(tmp_path), first=f"{TASKS}:start_another", argument="cheap", new_session=True
-    )
-    assert not server.imported().forks
-    process = result(server, "fork_in_turn", new_session=True)
-    assert process["pid"] == server.pid and process["server"] != server.pid
-    assert process["grandchild"]["parent"] == server.pid and process["grandchild"]["modules"] == ["cheap"]
-    assert process["grandchild"]["session"] == server.pid
-    assert gone(process["server"])
-
-
-def test_what_a_server_started_first_ends_with_it(start: Start, tmp_path: Path) -> None:
-    start("import time; time.sleep(600)")
-    server = ForkServer.start(["json"], environment_with(tmp_path), first=f"{TASKS}:start_another", argument="cheap")
-    server.imported()
-    [another] = psutil.Process(server.pid).children()
-    server.close()
-    assert gone(another.pid)
-
-
-def test_a_failure_before_the_imports_is_an_obstacle(tmp_path: Path) -> None:
-    server = ForkServer.start([], environment_with(tmp_path), first=f"{TASKS}:start_another", argument="fails")
-    assert "ArithmeticError: planted" in server.obstacle(os.environ)
-    server.close()
+def test_a_process_that_has_imported_forks_a_server_of_its_own(tmp_path: Path) -> None:
+    """What is below the server on the stack never runs in a fork of it, nor what the client left unwritten."""
+    (tmp_path / "cheap.py").write_text("import os; os.environ.get('READ'); os.environ['SET'] = 'by the import'")
+    words = [sys.executable, "-c", HERE]
+    run = subprocess.run(words, env=environment_with(tmp_path), capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert (run.returncode, run.stdout) == (0, "written before the fork and after it\n"), run.stderr

@@ -24,7 +24,6 @@ from harness.runtime.fork_server import ForkServer
 from harness.tools.mismatch.answer import Answer
 from harness.tools.mismatch.baseline import Baseline, Measured
 from harness.tools.mismatch.changes import Changes
-from harness.tools.mismatch.early_servers import EarlyServers, cloned
 from harness.tools.mismatch.engine_scores import WAYS, calling, engine_scores, sequences_of
 from harness.tools.mismatch.operators import first_difference
 from harness.tools.mismatch.serving import Serving, serving_of
@@ -41,9 +40,8 @@ def find_mismatch(run: RunContext) -> str:
     record = start_record(run)
     run, inputs = read_inputs(run)
     run = replace(run, config=without_learning(run.config))
-    servers = ForkServer.handed_over()
-    # On a GPU none can fork: the servers themselves become the first engine's processes.
-    ForkServer.hand_over(cloned(servers) if run.world.device_type == "cpu" else servers)
+    servers = ForkServer.handed_over() if run.world.device_type == "cpu" else []
+    ForkServer.hand_over([*ForkServer.handed_over(), *(server.clone() for server in servers)])
     parts = build(run, inputs, record)
     try:
         run.events.say(f"weights: the engine's fingerprints equal the trainer's{prove_weights(parts)}")
@@ -132,9 +130,7 @@ def search_sources(baseline: Baseline, parts: Ppo, serving: Serving, started: Se
     baseline.save_weights()
     baseline.shut_down()
     of_engine = list(engine_changes(config, serving))
-    servers = EarlyServers(run, of_engine, started, is_head=baseline.group.rank == baseline.group.head)
-    servers.prepare()
-    changes = Changes(baseline=baseline, servers=servers)
+    changes = Changes(baseline=baseline, servers=started)
     sources += [
         changes.in_trainer(each) for each in trainer_changes(config, baseline.inputs.attention, baseline.has_routers)
     ]

@@ -11,9 +11,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO
 
-from harness.runtime.fork_server import ForkedChild, ForkServer, Task, adopting_orphans
+from harness.runtime.fork_server import ForkedChild, ForkServer, Task, adopting_orphans, run_and_end
 from harness.runtime.processes import descendants, end_processes
-from harness.tools.run_tree import IGNORED_SIGNALS, Ended, SupervisorKilled, run_supervised, supervise
+from harness.tools.run_tree import IGNORED_SIGNALS, Ended, SupervisorKilled, die_with_parent, run_supervised, supervise
 
 
 def run_forked_tree(
@@ -30,14 +30,14 @@ def run_forked_tree(
 
     Return once it has ended and everything it started is gone.
 
-    function: MODULE:FUNCTION, as in a Task. The process has a server of its own. It sees what run_tree()'s command
-    sees, but the kernel shows the server's environment for it. Raise SupervisorKilled, ServerGone.
+    function: MODULE:FUNCTION. Its process has a server for an engine. It sees what run_tree()'s command sees, but the
+    kernel shows the server's environment for it. Raise SupervisorKilled, ServerGone.
     """
     before = descendants()
 
     def start(environment: Mapping[str, str], stdin: int, result: int) -> ForkedChild:
         words = pickle.dumps((function, argument))
-        task = Task(f"{__name__}:supervise_fork", words, environment, str(cwd), gets_server=True)
+        task = Task(f"{__name__}:supervise_fork", words, environment, folder=str(cwd))
         return ForkedChild(server.fork(task, [stdin, output.fileno(), output.fileno(), result]), result)
 
     with adopting_orphans():  # which is how we find them if the supervisor is killed
@@ -52,25 +52,21 @@ def run_forked_tree(
 def supervise_fork(words: bytes, descriptors: Sequence[int]) -> None:
     """Supervise a function's process, in the process that was forked for that."""
     (result,) = descriptors
-    (server,) = ForkServer.handed_over()
-    supervise(result, 0.0, 0.0, partial(_start, server, *pickle.loads(words)))
+    supervise(result, 0.0, 0.0, partial(_start, result, *pickle.loads(words)))
     os._exit(0)  # without the teardown of all that was imported
 
 
-def _start(server: ForkServer, function: str, argument: bytes) -> int:
-    with open(os.devnull, "rb") as nothing:
-        words = pickle.dumps((function, argument))
-        task = Task(f"{__name__}:run_program", words, new_session=True, ends_with_parent=True, gets_server=True)
-        return server.fork(task, [nothing.fileno(), 1, 2])
-
-
-def run_program(words: bytes, descriptors: Sequence[int]) -> None:
-    """Call the function, in the process that was forked for it, with the signal handlers that run_tree()'s command has.
-
-    A shell starts what it runs in the background with SIGINT and SIGQUIT ignored, and the fork server inherits that.
-    """
+def _start(result: int, function: str, argument: bytes) -> int:
+    """Fork the function's process and return its pid."""
+    if pid := os.fork():
+        return pid
+    os.setsid()
+    die_with_parent()
+    os.close(result)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     for number in IGNORED_SIGNALS:
-        if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    function, argument = pickle.loads(words)
-    resolve_name(function)(argument, descriptors)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    ForkServer.hand_over([ForkServer.here()])
+    run_and_end(resolve_name(function), argument)

@@ -168,7 +168,7 @@ def run_variant(
         with log.open("wb") as output, suppress(VariantOver):
             command, environment = program_command(case, variant), variant_environment(folder, gpus)
             ended = None
-            if server and shared_imports.may_fork(case, gpus) and not server.obstacle(environment):
+            if server and shared_imports.may_fork(case, gpus):
                 name, words = shared_imports.task_of(case, variant)
                 with suppress(ServerGone):
                     ended = run_forked_tree(

@@ -35,7 +35,7 @@ def task_of(case: Case, variant: Variant) -> tuple[str, bytes]:
     return f"{__name__}:run_program", "\0".join((case.slug, variant)).encode()
 
 
-def run_program(words: bytes, _: Sequence[int]) -> None:
+def run_program(words: bytes) -> None:
     """Run a variant as `python -m` does, in the process that was forked for it."""
     sys.argv = ["", *words.decode().split("\0")]
     runpy.run_module(cases.__name__, run_name="__main__", alter_sys=True)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ import pytest
 
 from harness.config.layers import ConfigError
 from harness.runtime.processes import is_alive
-from harness.tools import forked_ranks
-from harness.tools.forked_ranks import check_numbers, ranks_and_script, script_of
+from harness.tools.forked_ranks import check_numbers, script_of
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +35,14 @@ both_ways = pytest.mark.parametrize("launcher", LAUNCHERS)
 class Run:
     """A torchrun of two ranks that run rank.py, and everything that it started."""
 
-    def __init__(self, launcher: str, folder: Path, *words: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        launcher: str,
+        folder: Path,
+        *words: str,
+        options: tuple[str, ...] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder, self.log = folder, folder / "screen"
         with self.log.open("w") as screen:
             self.process = subprocess.Popen(
@@ -45,7 +51,7 @@ class Run:
                     *["--nproc-per-node=2", *options, str(HERE / "rank.py"), str(folder), *words],
                 ],
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | (variables or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=screen,
                 stderr=subprocess.STDOUT,
@@ -179,23 +185,21 @@ def test_ranks_are_started_again_as_torchrun_is_told(start: Start) -> None:
     assert run.screen().count("out of rank 1") == 2
 
 
-def test_without_a_server_torchrun_starts_the_ranks_and_says_why(start: Start) -> None:
-    """The server is killed while torchrun imports torch."""
-    run = start("forked", "return")
-    run.wait_until(lambda: bool(psutil.Process(run.process.pid).children()))
-    psutil.Process(run.process.pid).children()[0].kill()
-    assert [rank["forked"] for rank in run.ranks()] == [False, False]
-    assert run.ended() == 0
-    assert "starts as torchrun starts it: the process that does the imports has ended" in run.screen()
-
-
 def test_an_import_that_fails_is_not_shown_as_a_failure(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHEAP_IMPORTS", "json no_such_module")
     run = start("forked", "return")
+    assert [rank["shown as Python"] for rank in run.ranks()] == [True, True]
+    assert run.ended() == 0
+    assert "no_such_module" not in run.screen() and "Traceback" not in run.screen()
+
+
+def test_a_rank_whose_variables_differ_is_started_and_it_is_said_why(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "reads_rank.py").write_text("import os; os.environ.get('RANK')")
+    path = f"{tmp_path}:{REPOSITORY}"
+    run = start("forked", "return", variables={"CHEAP_IMPORTS": "reads_rank", "PYTHONPATH": path})
     assert [rank["forked"] for rank in run.ranks()] == [False, False]
     assert run.ended() == 0
-    assert "starts as torchrun starts it: an import failed\n" in run.screen()
-    assert "no_such_module" not in run.screen() and "Traceback" not in run.screen()
+    assert "local rank 1 starts as torchrun starts it: RANK was unset during the imports" in run.screen()
 
 
 def test_a_wrong_number_of_ranks_is_one_sentence() -> None:
@@ -218,18 +222,6 @@ def test_only_a_script_is_forked() -> None:
     assert script_of((python, "-u")) == () and script_of(("./program",)) == ()
 
 
-def test_the_number_of_ranks_is_read_from_torchruns_words() -> None:
-    assert ranks_and_script(["--nproc-per-node=2", "run.py", "--nproc-per-node=3"]) == (
-        2,
-        ["run.py", "--nproc-per-node=3"],
-    )
-    assert ranks_and_script(["--standalone", "--nproc_per_node", "4", "run.py"]) == (4, ["run.py"])
-    assert ranks_and_script(["run.py"]) == (1, ["run.py"])
-    assert ranks_and_script(["--nnodes=2", "--nproc-per-node=2", "run.py"])[0] == 0
-    assert ranks_and_script(["--nproc-per-node=gpu", "run.py"])[0] == 0
-    assert ranks_and_script(["-m", "module"])[1] == []
-
-
 def test_help_says_what_it_is_before_anything_is_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "launch/torchrun.py", "--help"],
@@ -239,10 +231,6 @@ def test_help_says_what_it_is_before_anything_is_imported() -> None:
     )
     assert done.returncode == 0 and "launch/torchrun.py --nproc-per-node=2" in done.stdout
     assert "torch" not in {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-
-
-def test_the_scripts_of_jobs_are_those_that_are_launched() -> None:
-    assert all(job.is_file() for job in forked_ranks.JOBS)
 
 
 @pytest.mark.parametrize("words", [["--nproc-per-node=two"], ["--nproc_per_node", "0"], ["--nnodes=1:x"], ["--nnodes"]])

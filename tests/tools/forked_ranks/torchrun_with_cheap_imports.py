@@ -1,4 +1,4 @@
-"""launch/torchrun.py on a host without a GPU, whose server imports next to nothing, so that tests need not wait for
+"""launch/torchrun.py on a host without a GPU, which imports next to nothing, so that tests need not wait for
 it."""
 
 import os
@@ -12,5 +12,5 @@ from harness.tools import forked_ranks  # noqa: E402
 if __name__ == "__main__":
     forked_ranks.no_gpu = lambda: True
     forked_ranks.RANK_MODULES = tuple(os.environ.get("CHEAP_IMPORTS", "json setproctitle").split())
-    forked_ranks.CPU_MODULES = ()
+    forked_ranks.ENGINE_MODULES = ()
     sys.exit(forked_ranks.run_torchrun())

@@ -28,7 +28,7 @@ def server() -> Iterator[ForkServer]:
 
 def run(
     server: ForkServer,
-    function: Callable[[bytes, Sequence[int]], None],
+    function: Callable[[bytes], None],
     folder: Path,
     tick: Callable[[], None] = lambda: None,
     **variables: str,
@@ -57,7 +57,7 @@ def leave_processes() -> None:
     Path("new").rename("pids")
 
 
-def speak_and_fail(argument: bytes, _: Sequence[int]) -> None:
+def speak_and_fail(argument: bytes) -> None:
     leave_processes()
     print(argument.decode(), os.environ["MARK"], os.getcwd(), repr(sys.stdin.read()))
     print("and this", file=sys.stderr)
@@ -71,13 +71,13 @@ def test_code_and_output_of_a_program_whose_orphans_are_ended(server: ForkServer
     assert not running(tmp_path)
 
 
-def fork_once_more(_: bytes, __: Sequence[int]) -> None:
+def fork_once_more(_: bytes) -> None:
     (own,) = ForkServer.handed_over()
     status = os.waitpid(own.fork(Task(f"{__name__}:exit_with_9")), 0)[1]
     os.kill(os.getpid(), signal.SIGQUIT if os.waitstatus_to_exitcode(status) == 9 else signal.SIGABRT)
 
 
-def exit_with_9(_: bytes, __: Sequence[int]) -> None:
+def exit_with_9(_: bytes, __: Sequence[int] = ()) -> None:
     sys.exit(9)
 
 
@@ -97,7 +97,7 @@ def test_signals_that_a_shell_ignores_in_the_background_are_the_programs_own(tmp
         signal.signal(signal.SIGQUIT, own)
 
 
-def stay(_: bytes, __: Sequence[int]) -> None:
+def stay(_: bytes) -> None:
     leave_processes()
     time.sleep(1000)
 
@@ -112,7 +112,7 @@ def test_an_exception_of_the_tick_ends_the_program(server: ForkServer, tmp_path:
     assert not running(tmp_path)
 
 
-def kill_supervisor(_: bytes, __: Sequence[int]) -> None:
+def kill_supervisor(_: bytes) -> None:
     leave_processes()
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
@@ -125,7 +125,7 @@ def test_a_program_that_kills_its_supervisor_leaves_nothing(server: ForkServer, 
     assert run(server, exit_with_9, tmp_path)[0].code == 9
 
 
-def show_key(_: bytes, __: Sequence[int]) -> None:
+def show_key(_: bytes) -> None:
     print(multiprocessing.current_process().authkey.hex())
 
 
