@@ -2,8 +2,8 @@
 
     .venv/bin/python launch/torchrun.py --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml
 
-It takes torchrun's options and runs torchrun; only how ranks start and how a failed run ends are different. This process
-imports torch, and on a host without a GPU also transformers and SGLang, and all ranks of the host are forked from it.
+It takes torchrun's options and runs torchrun; only how ranks start and how a failed run ends are different. On a host
+without a GPU this process imports torch, transformers and SGLang, and all ranks of the host are forked from it.
 
 torchrun's own report of a run that fails is kept in the run directory, so that what a rank or its watchdog says is the
 last thing on the screen. Exit codes: of the rank that failed first, 1 if a signal killed it; 2 also if torchrun's

@@ -1,7 +1,7 @@
-"""Run torchrun so that a host's ranks are forked from one process that has done their imports.
+"""Run torchrun so that the ranks of a host without a GPU are forked from one process that has done their imports.
 
-That process is a fork of the launcher. On a CPU it has imported all that ranks and their engines need. On GPUs it has not
-imported SGLang, whose import would initialize CUDA.
+That process is a fork of the launcher. With a GPU torchrun starts the ranks: SGLang's imports initialize CUDA, which no
+fork could use.
 """
 
 import math
@@ -22,7 +22,7 @@ from harness.config.layers import ConfigError
 from harness.rollout.early_start import CPU_MODULES, IMPORTING
 from harness.runtime.cpu_standins import activate, no_gpu
 from harness.runtime.events import working
-from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, import_once, may_fork
+from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, import_once
 from harness.tools import folded_torchrun, kernel_caches
 
 NUMBERS = {
@@ -33,9 +33,8 @@ NUMBERS = {
 WITHOUT_ENGINE = ("doctor.py", "repro.py")
 """Scripts whose ranks import no SGLang on the way to their work."""
 LOOK_SECONDS = 0.05
-RANK_MODULES = ("harness.run", "harness.tools.observers")
-ENGINE_MODULES = ("harness.train", *CPU_MODULES)
-"""What a rank and the processes of its engine import in addition."""
+RANK_MODULES = ("harness.run", "harness.tools.observers", "harness.train", *CPU_MODULES)
+"""What a rank and the processes of its engine import."""
 
 
 class ForkedRank(ForkedChild):
@@ -150,25 +149,19 @@ def run_torchrun() -> int:
 
 
 def server_of_ranks(words: Sequence[str]) -> ForkServer | None:
-    """Return the server that forks the ranks of this host; None if they are to be started. words: torchrun's arguments.
+    """Return the server that forks the ranks of a host without a GPU; None if torchrun is to start them.
 
-    If an import fails, a rank will fail by it and show it.
+    words: torchrun's arguments. If an import fails, a rank will fail by it and show it.
     """
-    script = next((Path(word).name for word in words if word.endswith(".py")), "")
     os.environ.update(kernel_caches.variables(os.environ))
-    if re.search(r"--nproc[-_]per[-_]node[= ]0*(?:[2-9]|1\d)", " ".join(words)):
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; OpenMP reads it once
-    if script in WITHOUT_ENGINE:
+    script = next((Path(word).name for word in words if word.endswith(".py")), "")
+    if script in WITHOUT_ENGINE or not no_gpu():
         return None
-    with_engine = bool(no_gpu())
-    if with_engine:
-        activate()
-    modules = [*RANK_MODULES, *(ENGINE_MODULES if with_engine else ())]
-    what = IMPORTING if with_engine else "importing torch"
-    print(f"{what}, once for all ranks of this host", flush=True)
+    activate()
+    print(f"{IMPORTING}, once for all ranks of this host", flush=True)
     try:
-        with working(what, importing=True):
-            import_once(modules, os.environ)
+        with working(IMPORTING, importing=True):
+            import_once(RANK_MODULES, os.environ)
     except ImportError:
         return None
-    return ForkServer.here() if may_fork() else None
+    return ForkServer.here()

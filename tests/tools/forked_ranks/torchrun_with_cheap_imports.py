@@ -12,5 +12,4 @@ from harness.tools import forked_ranks  # noqa: E402
 if __name__ == "__main__":
     forked_ranks.no_gpu = lambda: True
     forked_ranks.RANK_MODULES = tuple(os.environ.get("CHEAP_IMPORTS", "json setproctitle").split())
-    forked_ranks.ENGINE_MODULES = ()
     sys.exit(forked_ranks.run_torchrun())
