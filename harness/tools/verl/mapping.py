@@ -526,23 +526,12 @@ def warmup(draft: Draft, prefix: str) -> bool:
         total, source = "trainer.total_training_steps", ratio_key
         if ratio and draft.get(total) is None:
             draft.lose(f"a warm-up as a share of all steps; give {total} or lr_warmup_steps", ratio_key)
-        steps = product(ratio, draft.integer_or(0, total), f"{full(ratio_key)} x {total}")
+        steps = int(ratio * draft.integer_or(0, total))
     sequences = draft.integer("data.train_batch_size") * draft.integer("@.rollout.n")
     each = sequences // draft.entries["actor.minibatch_size"].value * draft.entries["actor.ppo_epochs"].value
     note = f"{steps} PPO steps x {each} optimizer steps" if steps else ""
     draft.put("actor.warmup_steps", steps * each, source, note=note)
     return steps > 0
-
-
-def product(ratio: float, total: int, name: str) -> int:
-    """Return a share of a number of steps, rounded down.
-
-    Raise ConfigError for inf, nan, and what is too large for a float.
-    """
-    try:
-        return int(ratio * total)
-    except (OverflowError, ValueError):
-        raise ConfigError(f"{name} must be a number of steps, got {ratio} x {total}.") from None
 
 
 def losses(draft: Draft) -> None:

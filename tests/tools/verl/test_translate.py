@@ -4,7 +4,6 @@ rest."""
 import json
 import shlex
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from harness.config.resolve import resolve
 from harness.config.schema import Config
 from harness.tools.environments import REPOSITORY
 from harness.tools.preflight import check_plan
-from harness.tools.verl.draft import Draft, full, row_of
+from harness.tools.verl.draft import row_of
 from harness.tools.verl.overrides import RELEASES, Trainer, defaults, parse_override
 from harness.tools.verl.plain_script import words_of_script
 from harness.tools.verl.translate import Translation, launch_lines, translate
@@ -595,48 +594,6 @@ def test_experts_over_several_engines_are_not_supported() -> None:
 def test_a_mode_that_was_removed_tells_an_older_release() -> None:
     words = (*NEEDED, "actor_rollout_ref.rollout.mode=sync")
     assert translate(words, "auto", "qwen2", ENVIRONMENT).release < "0.7"
-
-
-def test_an_endless_warmup_is_refused() -> None:
-    for ratio in ("inf", "nan"):
-        with pytest.raises(ConfigError, match="must be a number of steps"):
-            of("trainer.total_training_steps=9", f"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio={ratio}")
-
-
-def test_other_types_than_verls_are_read_or_refused() -> None:
-    assert of("custom_reward_function.path=1", release="0.7").config.task.reward == "1:compute_score"
-    schedule = "actor_rollout_ref.actor.optim.lr_scheduler_type=[1]"
-    assert schedule in [each.override for each in of(schedule).of("unsupported")]
-    contents = "actor_rollout_ref.actor.checkpoint.contents=[[1]]"
-    assert contents in [each.override for each in of(contents).of("unsupported")]
-
-
-FUZZED = ((), ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=9", "trainer.save_freq=1"))
-"""Settings that between them lead to every key that has an integer or null by default."""
-
-
-@pytest.mark.slow
-def test_no_value_of_an_integer_key_ends_in_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ConfigError may be raised: the user gets its one sentence, and exit code 2."""
-    get, read = Draft.get, set[str]()
-
-    def recorded(draft: Draft, key: str, otherwise: Any = None) -> Any:
-        value = get(draft, key, otherwise)
-        if value is None or type(value) is int:
-            read.add(full(key))
-        return value
-
-    monkeypatch.setattr(Draft, "get", recorded)
-    for words, dynamic in zip(FUZZED, ("True", "False"), strict=True):
-        command = (NEEDED[0], f"actor_rollout_ref.actor.use_dynamic_bsz={dynamic}", *words)
-        read.clear()
-        translate(command, "0.7", environment=ENVIRONMENT)
-        assert {"trainer.nnodes", "data.train_max_samples", "actor_rollout_ref.actor.ppo_mini_batch_size"} <= read
-        for key in sorted(read):
-            for value in ("x", "null", "0", "-1", "1.5", "[]", "{}"):
-                with suppress(ConfigError):
-                    found = translate((*command, f"++{key}={value}"), "0.7", "qwen2", ENVIRONMENT)
-                    launch_lines(found, "run.toml", 0)
 
 
 def test_the_critics_minibatch_counts_prompts_since_0_4() -> None:
