@@ -26,7 +26,6 @@ TRACKERS = ("tensorboard", "wandb")
 
 def translate_all(draft: Draft, environment: Mapping[str, str] = os.environ) -> None:
     """Set every harness key that has a counterpart in verl. Raise ConfigError for what verl itself refuses."""
-    check_rollout(draft)
     same(draft)
     parallel(draft)
     model(draft, environment)
@@ -45,29 +44,6 @@ def translate_all(draft: Draft, environment: Mapping[str, str] = os.environ) -> 
     length_of_run(draft)
     checkpoints(draft, environment)
     trackers(draft)
-
-
-def check_rollout(draft: Draft) -> None:
-    """Raise ConfigError for what verl's RolloutConfig refuses from 0.7 on (__post_init__ in workers/config/rollout.py)."""
-    if not draft.since("0.7"):
-        return
-    tp, dp = (draft.integer_or(1, f"@.rollout.{name}_parallel_size") for name in ("tensor_model", "data"))
-    experts, stages = "@.rollout.expert_parallel_size", "@.rollout.pipeline_model_parallel_size"
-    mode = "@.rollout.mode"
-    for refused, key, why in (
-        (draft.get(mode) == "sync", mode, 'must be "async", as "sync" was removed'),
-        (
-            draft.integer_or(1, experts) not in (1, tp * dp),
-            experts,
-            f"must be 1 or tensor x data parallel ranks = {tp * dp}",
-        ),
-        (draft.integer_or(1, stages) > 1, stages, "must be 1, as the rollout has no pipeline"),
-    ):
-        if refused:
-            raise ConfigError(
-                f"{full(key)} {why} in verl {draft.verl.release}, got {shown(draft.get(key))}; for a command of an older verl"
-                " give its --release."
-            )
 
 
 def same(draft: Draft) -> None:

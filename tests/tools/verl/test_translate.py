@@ -427,27 +427,11 @@ def test_verls_engine_clips_gradients_by_its_own_key(release: str, words: str, n
     assert {fate for override, fate in fates.items() if override.endswith(unread)} <= {"irrelevant", "unsupported"}
 
 
-def test_the_critics_own_number_of_responses_counts_in_0_4_to_0_7() -> None:
-    words = ("actor_rollout_ref.rollout.n=5", "critic.rollout_n=2")
-    found = [of(*words, release=release).of("unsupported") for release in ("0.4", "0.7", "0.8")]
-    said = [[each.override for each in verdicts] for verdicts in found]
-    assert said == [["critic.rollout_n=2"], ["critic.rollout_n=2"], []] and "has 512 as" in found[0][0].text
-
-
-def test_false_is_zero_where_verl_compares_it() -> None:
-    assert of("trainer.test_freq=False").config.validation.every == 0
-
-
 def test_rows_are_drawn_as_verl_draws_them() -> None:
     found = of("data.train_max_samples=100", "data.seed=7")
     assert (found.config.task.rows, found.config.task.rows_seed) == (100, 7)
     assert [each.override for each in found.of("unsupported")] == ["data.seed=7"]  # the order of the prompts
     assert of("data.train_max_samples=100", "data.shuffle=False").config.task.rows_seed == -1
-
-
-def test_the_end_of_the_epochs_is_said_beside_a_number_of_steps() -> None:
-    words = ("trainer.total_epochs=2", "trainer.total_training_steps=100")
-    assert [each.override for each in of(*words).of("unsupported")] == [words[0]]
 
 
 def test_without_a_release_the_newest_that_has_the_keys_counts_and_is_named() -> None:
@@ -457,18 +441,6 @@ def test_without_a_release_the_newest_that_has_the_keys_counts_and_is_named() ->
     assert "verl 0.7 (the newest release that has its keys)" in found.toml
     mixed = of("+trainer.val_before_train=False", "critic.fsdp.param_offload=True")
     assert mixed.release == "0.9" and "hydra refuses the plus" in mixed.toml
-
-
-def test_a_critic_is_not_said_to_be_mapped_where_there_is_none() -> None:
-    found = of(*GRPO, "critic.optim.lr=1")
-    [verdict] = [each for each in found.verdicts if each.override == "critic.optim.lr=1"]
-    assert verdict.fate == "irrelevant" and "no critic" in verdict.text
-
-
-def test_a_floor_counts_where_the_learning_rate_decays() -> None:
-    cosine = [f"{prefix}.optim.lr_scheduler_type=cosine" for prefix in ("actor_rollout_ref.actor", "critic")]
-    found = of("critic.optim.min_lr_ratio=0.1", *cosine)
-    assert [each.override for each in found.of("unsupported")] == ["critic.optim.min_lr_ratio=0.1"]
 
 
 def test_a_penalty_for_long_responses_is_said() -> None:
@@ -492,31 +464,11 @@ def test_another_estimator_of_the_kl_is_said(word: str, placed: str) -> None:
     assert is_whole(word)  # no KL, no estimator
 
 
-def test_a_kl_coefficient_that_adapts_is_said() -> None:
-    [verdict] = of("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive").of("unsupported")
-    assert verdict.override == "algorithm.kl_ctrl.type=adaptive" and "stays as it is" in verdict.text
-
-
-def test_steps_without_any_update_are_said() -> None:
-    [verdict] = of(*GRPO, "trainer.critic_warmup=3").of("unsupported")
-    assert verdict.override == "trainer.critic_warmup=3" and "from step 3 on" in verdict.text
-    assert is_whole(*GRPO, "trainer.critic_warmup=1")
-
-
 @pytest.mark.parametrize(("release", "steps"), [("0.7", 0), ("0.8", 8)])
 def test_no_warmup_steps_leave_the_ratio_since_0_8(release: str, steps: int) -> None:
     words = [f"actor_rollout_ref.actor.optim.{each}" for each in ("lr_warmup_steps=0", "lr_warmup_steps_ratio=0.1")]
     config = of(*words, "trainer.total_training_steps=20", "data.train_batch_size=1024", release=release).config
     assert config.actor.warmup_steps == steps
-
-
-def test_the_validation_after_the_last_step_of_0_2() -> None:
-    assert of("trainer.test_freq=-1", "+trainer.val_before_train=False", release="0.2").config.validation.source
-
-
-def test_an_engine_that_is_not_sglang_is_said() -> None:
-    found = of("actor_rollout_ref.rollout.name=vllm")
-    assert [each.fate for each in found.verdicts if "vllm" in each.override] == ["unsupported"]
 
 
 @pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
@@ -544,51 +496,10 @@ def test_every_key_of_every_release_has_a_verdict_and_a_default_that_changes_not
         assert not extra, (release, extra)
 
 
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("trainer.nnodes=0", "must be at least 1, got 0"),
-        ("trainer.n_gpus_per_node=0", "must be at least 1, got 0"),
-        ("actor_rollout_ref.rollout.pipeline_model_parallel_size=x", "must be an integer"),
-        ("actor_rollout_ref.rollout.expert_parallel_size=x", "must be an integer"),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=0", "must be at least 1, got 0"),
-        ("critic.ppo_mini_batch_size=0", "must be at least 1, got 0"),
-        ("data.val_max_samples=null", "must be an integer"),
-        ("actor_rollout_ref.actor.optim.betas=0.9", "must be two numbers"),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=[1]", "must be a number"),
-    ],
-)
-def test_a_value_that_verl_refuses_is_named(word: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} {reason}"):
-        translate((*NEEDED, word), "0.9", "qwen2", ENVIRONMENT)
-
-
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("mode=sync", "must be .async."),
-        ("expert_parallel_size=2 actor_rollout_ref.rollout.tensor_model_parallel_size=4", "= 4 in verl 0.9, got 2"),
-        ("pipeline_model_parallel_size=2", "must be 1"),
-    ],
-)
-def test_what_verls_rollout_refuses_is_refused_from_the_release_that_does(word: str, reason: str) -> None:
-    """verl-project/verl#4509."""
-    words = (*NEEDED, "trainer.n_gpus_per_node=8", *f"actor_rollout_ref.rollout.{word}".split())
-    with pytest.raises(ConfigError, match=reason):
-        translate(words, "0.9", "qwen2", ENVIRONMENT)
-    assert translate(words, "0.6", "qwen2", ENVIRONMENT)
-
-
 def test_pipeline_stages_may_span_hosts() -> None:
     word = "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"
     parallel = of(word, "trainer.n_gpus_per_node=2", "trainer.nnodes=2", release="0.6").config.parallel
     assert (parallel.rank_order, parallel.dp, parallel.pp) == ("dp,pp,tp", 1, 2)
-
-
-def test_experts_over_several_engines_are_not_supported() -> None:
-    word = "actor_rollout_ref.rollout.expert_parallel_size=16"
-    [verdict] = [each for each in of(word, release="0.6").verdicts if each.override == word]
-    assert verdict.fate == "unsupported" and "over 2 of the 2 of one" in verdict.text
 
 
 def test_a_mode_that_was_removed_tells_an_older_release() -> None:
@@ -664,8 +575,3 @@ def test_commands_to_run_it() -> None:
     assert hosts == "python3 launch/hosts.py --hosts 2 --ranks-per-host 2 -- launch/ppo.py run.toml"
     with pytest.raises(ConfigError, match="--hosts must divide the 4 ranks"):
         launch_lines(found, "run.toml", hosts=3)
-
-
-def test_verl_refuses_it_too() -> None:
-    with pytest.raises(ConfigError, match="must divide"):
-        of("actor_rollout_ref.rollout.tensor_model_parallel_size=3")
