@@ -1,7 +1,7 @@
 """One setting of the engine or of the trainer changed at a time, on the same weights and tokens."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,11 +13,11 @@ from transformers import AutoConfig
 
 from harness.cluster.world import all_gather
 from harness.runtime import GIB
+from harness.runtime.fork_server import ForkServer
 from harness.tools.mismatch import routers
 from harness.tools.mismatch.answer import IN_DECODING, Source
 from harness.tools.mismatch.baseline import Baseline
-from harness.tools.mismatch.changed_engine import CannotBeMeasured, ChangedEngine, changed_engine
-from harness.tools.mismatch.early_servers import EarlyServers
+from harness.tools.mismatch.changed_engine import CannotBeMeasured, ChangedEngine, changed_engine, cloned
 from harness.tools.mismatch.engine_scores import engine_scores
 from harness.tools.mismatch.operators import Compared
 from harness.tools.mismatch.scoring import trainer_scores
@@ -42,8 +42,8 @@ class Changes:
     """What is left of the differences after each change. Every method is a collective call of all ranks."""
 
     baseline: Baseline
-    servers: EarlyServers
-    """Those of the engines that in_engine starts, in its order."""
+    servers: Sequence[ForkServer]
+    """The run's own, of which a changed engine's processes are forked on a CPU."""
     engines: int = 0
     """How many changed engines were started so far."""
 
@@ -78,7 +78,7 @@ class Changes:
         weights = base.sent if change.config.model.precision.is_quantized else base.weights
         log_dir = base.run.folder / "engines" / f"changed-{self.engines}"  # the next engine would empty the same file
         is_used = not change.alone or base.group.rank == base.group.head
-        self.servers.hand_over()
+        ForkServer.hand_over(cloned(self.servers))
         with changed_engine(base.run, change, weights, log_dir, is_used=is_used) as changed:
             yield changed
 

@@ -23,8 +23,8 @@ from harness.runtime.errors import Found
 from harness.runtime.fork_server import ForkServer
 from harness.tools.mismatch.answer import Answer
 from harness.tools.mismatch.baseline import Baseline, Measured
+from harness.tools.mismatch.changed_engine import cloned
 from harness.tools.mismatch.changes import Changes
-from harness.tools.mismatch.early_servers import EarlyServers, cloned
 from harness.tools.mismatch.engine_scores import WAYS, calling, engine_scores, sequences_of
 from harness.tools.mismatch.operators import first_difference
 from harness.tools.mismatch.serving import Serving, serving_of
@@ -131,14 +131,11 @@ def search_sources(baseline: Baseline, parts: Ppo, serving: Serving, started: Se
         sources += baseline.exact_router_of_engine(engine)
     baseline.save_weights()
     baseline.shut_down()
-    of_engine = list(engine_changes(config, serving))
-    servers = EarlyServers(run, of_engine, started, is_head=baseline.group.rank == baseline.group.head)
-    servers.prepare()
-    changes = Changes(baseline=baseline, servers=servers)
+    changes = Changes(baseline=baseline, servers=started)
     sources += [
         changes.in_trainer(each) for each in trainer_changes(config, baseline.inputs.attention, baseline.has_routers)
     ]
-    for change in of_engine:
+    for change in engine_changes(config, serving):
         run.events.fact("mismatch_sources", sources=[asdict(each) for each in sources])
         found, more = changes.in_engine(change, compare=not first_difference(compared, dtype))
         sources += found
