@@ -60,9 +60,9 @@ def words_of_script(
 ) -> list[str]:
     """Return the words after verl.trainer.main_ppo in the script `name`.
 
-    `arguments` take the place of "$@"; in a script without it, they come last. Of a variable whose value needs a
-    shell, as $(date), the name stands in the names of a project and a run, and nowhere else. Raise ConfigError for a variable that is not set, and
-    for a line that needs a shell, with the command that lets verl print its config instead.
+    `arguments` take the place of "$@"; in a script without it, they come last. Of a variable whose value needs a shell,
+    as $(date), the name stands in the names of a project and a run, and nowhere else. Raise ConfigError for a variable
+    that is not set, and for what needs a shell otherwise, with the command that lets verl print its config instead.
     """
     is_shown = {name: redact.variable(name, value) == value for name, value in environment.items()}
     variables = {name: value if is_shown[name] else "redacted" for name, value in environment.items()}
@@ -70,14 +70,15 @@ def words_of_script(
     unread: dict[str, str] = {}
     for line in _lines(text):
         try:
-            if substituted := _SUBSTITUTED.fullmatch(line):
-                unread[f"${{{substituted['name']}}}"] = line
-                variables[substituted["name"]] = f"${{{substituted['name']}}}"
-            elif _ASSIGNMENT.match(line) and not MAIN.search(line):
+            if _ASSIGNMENT.match(line) and not MAIN.search(line):
                 variables |= _assigned(line, variables)
             elif not _SET.fullmatch(line):
                 found.append(_command(line, variables, arguments))
         except NeedsShell as error:
+            if substituted := _SUBSTITUTED.fullmatch(line):
+                variables[substituted["name"]] = reference = f"${{{substituted['name']}}}"
+                unread[reference] = line
+                continue
             raise ConfigError(f"{name}: {error}; {_print_by_script(name, arguments)}") from error
     for words in found:
         for number, word in enumerate(words):

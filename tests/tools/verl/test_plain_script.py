@@ -45,6 +45,7 @@ def test_the_callers_environment_counts_and_the_scripts_own_lines_come_first() -
     script = f"A=own\n{MAIN} a=$A tp=$TP"
     assert words(script, A="given", TP="4") == ["a=own", "tp=4"]
     assert words(script, "b=2", TP="4") == ["a=own", "tp=4", "b=2"]
+    assert words(f"A=${{TP}}\n{MAIN} a=$A", TP="4") == ["a=4"]
     with pytest.raises(ConfigError, match=r"\$TP is not set; set it in the environment"):
         words(script)
 
