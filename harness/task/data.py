@@ -3,11 +3,8 @@
 import json
 import random
 import re
-import signal
 import textwrap
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,8 +17,6 @@ ARITHMETIC_SEEDS = {"train": 0, "test": 1}
 ARITHMETIC_ROWS = 1024
 """How many rows such a split has if no number is given."""
 FILES = (".jsonl", ".parquet")
-TEMPLATE_SECONDS = 20.0
-"""How long a chat template may take for one prompt. It is a program, which may not end."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -159,8 +154,7 @@ def _apply_chat_template(row: Row, tokenizer: Any) -> list[int]:
             " instruct model, or rows with question and answer"
         )
     try:
-        with _time_limit(TEMPLATE_SECONDS):
-            found: list[int] = tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, return_dict=False)
+        found: list[int] = tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # of jinja2: a template may refuse roles, or their order, or be no template
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         files = f"chat_template.jinja or tokenizer_config.json in {getattr(tokenizer, 'name_or_path', 'model.name')}"
@@ -177,25 +171,6 @@ def _fill(template: str, question: str) -> str:
     except (ValueError, LookupError, AttributeError, MemoryError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"task.template = {template!r} cannot be filled with a question: {cause}") from error
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if the block takes longer. Only the main thread can; on another one there is no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"it had not ended after {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def read_records(source: str, split: str, rows: int = 0) -> Iterator[tuple[str, Any]]:
@@ -284,12 +259,6 @@ def _row(record: Any, where: str, data_source: str) -> Row:
     """Return a record as a Row. Raise ValueError that says which field is wrong and what it must be."""
     if not isinstance(record, Mapping):
         raise ValueError(f"{where} must be an object with question and answer, or with prompt, got {_shown(record)}")
-    try:
-        json.dumps(record, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"{where} has half of a surrogate pair, which no tokenizer takes: write whole characters"
-        ) from None
     data_source = record.get("data_source") or data_source
     if "prompt" in record:
         extra_info = record.get("extra_info") or {}

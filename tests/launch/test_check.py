@@ -31,7 +31,6 @@ PATHS = {
     "--task.source {dir}/file": "must be a .jsonl or .parquet file",
     "--validation.source {dir}/none.parquet": "OWNER/NAME",
     "--task.reward {dir}/none.py:f": "there is no file",
-    "--task.reward {dir}/own.py:f": "own.py:1: f needs response",
     "--engine.args.tokenizer_path {dir}/none": "engine.args.tokenizer_path",
 }
 
@@ -39,7 +38,6 @@ PATHS = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "file").touch()
-    (tmp_path / "own.py").write_text("def f(response): raise RuntimeError")
     for name in ("empty", "saved"):
         (tmp_path / name).mkdir()
     for name in SAVED:
@@ -61,7 +59,7 @@ def test_a_path_that_cannot_be_used_is_told_by_check(
 
 def test_all_paths_are_told_together_with_all_else(folder: Path) -> None:
     words = f"--parallel.tp 3 --rollout.load {folder}/none --weights.folder {folder}/file"
-    words += f" --task.reward {folder}/own.py:f --validation.source {folder}/a.jsonl,{folder}/b.jsonl"
+    words += f" --task.reward {folder}/none.py:f --validation.source {folder}/a.jsonl,{folder}/b.jsonl"
     keys = ("task.reward", "rollout.load", "weights.folder", "rollout.prompts_per_step", "actor.minibatch_size")
     for script, options in (("launch/ppo.py", ["--check"]), ("launch/quickstart.py", [])):
         config = [QUICKSTART] if script == "launch/ppo.py" else []

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.task import data
 from harness.task.data import (
     ARITHMETIC_ROWS,
     Prompt,
@@ -99,7 +98,6 @@ def test_parquet(tmp_path):
         ({"prompt": [{"role": "user", "content": "?"}]}, ": reward_model.ground_truth must be set"),
         ({"prompt": [{"role": "user", "content": "?"}], "reward_model": "rule"}, ": reward_model.ground_truth must"),
         ({"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": ""}}, ": reward_model.ground"),
-        ('{"question": "half \\ud83d", "answer": "#### 1"}\n', " has half of a surrogate pair"),
         (VERL | {"extra_info": '{"answer": "4"}'}, ": extra_info must be an object, got "),
     ],
 )
@@ -233,10 +231,7 @@ def test_rows_are_drawn_by_a_seed_as_verl_draws_them(tmp_path):
     assert load_rows([str(folders[0])], "train", 80, seed=7) == every[:50]
 
 
-ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
-
-
-def test_messages_go_through_the_chat_template(tmp_path, monkeypatch):
+def test_messages_go_through_the_chat_template(tmp_path):
     tokenizer = train_tokenizer(["What is 1?"], 300)
     path = write_jsonl(tmp_path, "train", [message_record(5)])
     rows = load_rows([str(path)], "train")
@@ -246,11 +241,9 @@ def test_messages_go_through_the_chat_template(tmp_path, monkeypatch):
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match="the prompt of .*train.jsonl line 1 does not fit .*: no system role"):
         tokenize_prompts(rows, tokenizer, TEMPLATE, 100, "error")
-    for template, cause in (("{% if %}", "TemplateSyntaxError"), (ENDLESS, "TimeoutError: it had not ended")):
-        tokenizer.chat_template = template
-        monkeypatch.setattr(data, "TEMPLATE_SECONDS", 0.2)
-        with pytest.raises(ValueError, match=rf"line 1 does not fit .*chat_template.jinja or .*: {cause}"):
-            tokenize_prompts(rows, tokenizer, TEMPLATE, 100, "error")
+    tokenizer.chat_template = "{% if %}"
+    with pytest.raises(ValueError, match=r"line 1 does not fit .*chat_template.jinja or .*: TemplateSyntaxError"):
+        tokenize_prompts(rows, tokenizer, TEMPLATE, 100, "error")
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="train.jsonl line 1 is a list of messages, .* no chat template"):
         tokenize_prompts(rows, tokenizer, TEMPLATE, 100, "error")
@@ -308,22 +301,6 @@ def test_sampler_takes_each_prompt_at_most_once_an_epoch_and_reshuffles():
     assert len(set(map(tuple, epochs))) == 40
     seen = Counter(index for epoch in epochs for index in epoch)
     assert set(seen) == set(range(10)) and min(seen.values()) > 25
-
-
-def test_sampler_with_as_many_prompts_as_a_step_takes():
-    sampler = PromptSampler(prompts(4), 4, seed=0)
-    for step in range(5):
-        assert {prompt.index for prompt in sampler.batch(step)} == {0, 1, 2, 3}
-
-
-def test_sampler_is_the_same_in_another_process():
-    code = (
-        "from tests.task.test_data import prompts; from harness.task.data import PromptSampler\n"
-        "print([p.index for s in range(9) for p in PromptSampler(prompts(10), 3, 1).batch(s)])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    sampler = PromptSampler(prompts(10), 3, 1)
-    assert done.stdout.strip() == str([p.index for s in range(9) for p in sampler.batch(s)])
 
 
 def test_sampler_needs_a_batch_of_prompts():

@@ -283,5 +283,5 @@ def test_every_pinned_file_pins_everything() -> None:
         assert lines and all("==" in line and " @ " not in line for line in lines), file.name
         assert re.fullmatch(rf"{len(lines)} packages, about .+ on disk", environments.describe([file])), file.name
         if file.stem != "tests":
-            needed = {"uv", "torch", "sglang", "setuptools", "rich", "jinja2", "py-spy"}
+            needed = {"uv", "torch", "sglang", "setuptools", "rich", "jinja2", "matplotlib", "py-spy"}
             assert needed <= environments.pins_of(file).keys(), file.name

@@ -1,7 +1,7 @@
 """What one rank reports about itself: its host, network, limits, versions, environment and GPU.
 
-What cannot be read is reported with the reason. A GPU's memory is read through NVML (nvidia-ml-py, on which SGLang
-depends), because torch would need a CUDA context, which a full GPU does not give; without NVML through torch.
+What cannot be read is reported with the reason. A GPU's used memory is what NVML says (nvidia-ml-py, on which SGLang
+depends), because torch alone would need a CUDA context, which a full GPU does not give.
 """
 
 import os
@@ -144,29 +144,14 @@ def look_at_gpu(device: torch.device | None) -> tuple[Gpu | None, str]:
         if torch.version.cuda is None:
             return None, "this torch is built without CUDA"
         return None, "the config wants the CPU" if torch.cuda.is_available() else "torch finds no usable GPU"
-    uuid, name = gpu_uuid(device.index), torch.cuda.get_device_name(device)
+    properties = torch.cuda.get_device_properties(device)
+    free, total, reason = 0, properties.total_memory, ""
     try:
-        free, total = memory_by_nvml(uuid)
-        return Gpu(uuid=uuid, name=name, total=total, free=free), ""
+        free = total - torch.cuda.device_memory_used(device)
     except (ImportError, RuntimeError) as error:
         free, total = torch.cuda.mem_get_info(device)
-        return Gpu(uuid=uuid, name=name, total=total, free=free), str(error)
-
-
-def memory_by_nvml(uuid: str) -> tuple[int, int]:
-    """Return a GPU's free and total bytes. Raise ImportError without nvidia-ml-py, RuntimeError if NVML fails."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid))
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        raise RuntimeError(f"NVML: {error}") from error
-    return int(memory.free), int(memory.total)
-
-
-def gpu_uuid(index: int) -> str:
-    """Return a GPU's UUID as nvidia-smi -L prints it, without making a CUDA context."""
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        reason = str(error)
+    uuid = str(properties.uuid)  # as nvidia-smi -L prints it
+    return Gpu(
+        uuid=uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}", name=properties.name, total=total, free=free
+    ), reason

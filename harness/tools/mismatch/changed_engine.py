@@ -6,8 +6,8 @@ rest of the search goes on: the call that waits for it raises, and all ranks lea
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from harness.rollout.engine import EngineFailed, PeerGone, RolloutEngine
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.schedulers import WATCH_SECONDS
 from harness.rollout.verl_engine import VerlEngine
-from harness.runtime.fork_server import ForkServer
+from harness.runtime.fork_server import ForkServer, ServerGone
 from harness.tools.mismatch.sources import EngineChange
 
 T = TypeVar("T")
@@ -116,6 +116,19 @@ class ChangedEngine:
 
 def _fail(error: Exception) -> NoReturn:
     raise error
+
+
+def cloned(servers: Sequence[ForkServer]) -> list[ForkServer]:
+    """Return copies of these fork servers for one engine, so that the next engine can have copies too.
+
+    The list is empty on a GPU, where no server can fork, and after the death of an engine, which ends the servers as
+    well. Then SGLang starts the engine's processes itself.
+    """
+    found = []
+    for server in servers:
+        with suppress(ServerGone):
+            found.append(server.clone())
+    return found
 
 
 @contextmanager

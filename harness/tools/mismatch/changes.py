@@ -17,7 +17,7 @@ from harness.runtime.fork_server import ForkServer
 from harness.tools.mismatch import routers
 from harness.tools.mismatch.answer import IN_DECODING, Source
 from harness.tools.mismatch.baseline import Baseline
-from harness.tools.mismatch.changed_engine import CannotBeMeasured, ChangedEngine, changed_engine
+from harness.tools.mismatch.changed_engine import CannotBeMeasured, ChangedEngine, changed_engine, cloned
 from harness.tools.mismatch.engine_scores import engine_scores
 from harness.tools.mismatch.operators import Compared
 from harness.tools.mismatch.scoring import trainer_scores
@@ -42,8 +42,8 @@ class Changes:
     """What is left of the differences after each change. Every method is a collective call of all ranks."""
 
     baseline: Baseline
-    servers: Sequence[ForkServer] = ()
-    """Those of the run, which on a CPU fork the processes of every engine."""
+    servers: Sequence[ForkServer]
+    """The run's own, of which a changed engine's processes are forked on a CPU."""
     engines: int = 0
     """How many changed engines were started so far."""
 
@@ -78,7 +78,7 @@ class Changes:
         weights = base.sent if change.config.model.precision.is_quantized else base.weights
         log_dir = base.run.folder / "engines" / f"changed-{self.engines}"  # the next engine would empty the same file
         is_used = not change.alone or base.group.rank == base.group.head
-        ForkServer.hand_over([server.clone() for server in self.servers])
+        ForkServer.hand_over(cloned(self.servers))
         with changed_engine(base.run, change, weights, log_dir, is_used=is_used) as changed:
             yield changed
 

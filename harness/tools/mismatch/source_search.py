@@ -23,6 +23,7 @@ from harness.runtime.errors import Found
 from harness.runtime.fork_server import ForkServer
 from harness.tools.mismatch.answer import Answer
 from harness.tools.mismatch.baseline import Baseline, Measured
+from harness.tools.mismatch.changed_engine import cloned
 from harness.tools.mismatch.changes import Changes
 from harness.tools.mismatch.engine_scores import WAYS, calling, engine_scores, sequences_of
 from harness.tools.mismatch.operators import first_difference
@@ -40,8 +41,9 @@ def find_mismatch(run: RunContext) -> str:
     record = start_record(run)
     run, inputs = read_inputs(run)
     run = replace(run, config=without_learning(run.config))
-    servers = ForkServer.handed_over() if run.world.device_type == "cpu" else []
-    ForkServer.hand_over([*ForkServer.handed_over(), *(server.clone() for server in servers)])
+    servers = ForkServer.handed_over()
+    # On a GPU none can fork: the servers themselves become the first engine's processes.
+    ForkServer.hand_over(cloned(servers) if run.world.device_type == "cpu" else servers)
     parts = build(run, inputs, record)
     try:
         run.events.say(f"weights: the engine's fingerprints equal the trainer's{prove_weights(parts)}")
@@ -129,12 +131,11 @@ def search_sources(baseline: Baseline, parts: Ppo, serving: Serving, started: Se
         sources += baseline.exact_router_of_engine(engine)
     baseline.save_weights()
     baseline.shut_down()
-    of_engine = list(engine_changes(config, serving))
     changes = Changes(baseline=baseline, servers=started)
     sources += [
         changes.in_trainer(each) for each in trainer_changes(config, baseline.inputs.attention, baseline.has_routers)
     ]
-    for change in of_engine:
+    for change in engine_changes(config, serving):
         run.events.fact("mismatch_sources", sources=[asdict(each) for each in sources])
         found, more = changes.in_engine(change, compare=not first_difference(compared, dtype))
         sources += found

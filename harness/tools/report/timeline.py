@@ -1,156 +1,104 @@
-"""What each rank did and when, as one lane of bars for each: pictures for the page, and where the ranks stood.
+"""What each rank did and when, as one lane of bars for each, and where the ranks stood.
 
 The bars are those of trace.json, which has all ranks and all steps.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from harness.runtime.events import phase_of_step
 from harness.tools.export.subject import OUTER_PHASES, RunEnd
-from harness.tools.report.line_chart import ticks
 from harness.tools.report.trace import Event, Span, began, spans
 
-WIDTH, LEFT, RIGHT = 1160, 64, 40
-LANE, BAR, TOP = 30, 24, 22
-"""Pixels: the height of a lane, of the bar in it, and of what is above the first lane."""
-STOOD = 16
-"""Pixels below a bar, for where its rank stood."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 MOST_LANES = 8
 LAST_STEPS = 4
 """Steps that are shown; of a longer run the last ones, in which a failure is."""
-LETTER = 6.6
-"""Pixels of a letter of the bars' text."""
-
-GROUPS = {
-    "start": "start",
-    "weights": "weights and memory",
-    "check": "checks",
-    "generate": "generate",
-    "train": "train",
-    "other": "other",
-}
-"""The colours of bars (classes of the page's style), and what they mean."""
-_GROUP_OF = {
-    "resume_weights": "weights", "sync": "weights", "resume_kv_cache": "weights", "release": "weights", "first_release": "weights",
-    "free_caches": "weights", "generate": "generate", "validate": "generate", "old_log_probs": "train",
-    "reference_log_probs": "train", "values": "train", "advantages": "train", "update_critic": "train", "update_actor": "train",
-    "inputs": "start", "quantize_model": "start", "import_sglang": "start", "start_engine": "start", "build_trainer": "start",
-    "load_baseline": "start", "load_checkpoint": "start",
+LETTERS = 140
+"""Letters that fit into the width of the picture."""
+WRONG, GREY = "#c62828", "#606060"
+COLOURS = {
+    "start": "#b8c4d0", "weights and memory": "#9cc3ee", "checks": "#d9c3ea", "generate": "#a5d6a7", "train": "#f3cf9a",
+    "other": "#d8d8d8",
 }  # fmt: skip
+"""The colour of a bar, by what its phase is for."""
+PHASES = {
+    "start": ("inputs", "quantize_model", "import_sglang", "start_engine", "build_trainer", "load_baseline", "load_checkpoint"),
+    "weights and memory": ("resume_weights", "sync", "resume_kv_cache", "release", "first_release", "free_caches"),
+    "generate": ("generate", "validate"),
+    "train": ("old_log_probs", "reference_log_probs", "values", "advantages", "update_critic", "update_actor"),
+}  # fmt: skip
+OUTCOMES: dict[str, dict[str, Any]] = {
+    "ended": {"edgecolor": "white"},
+    "failed": {"edgecolor": WRONG},
+    "open": {"edgecolor": WRONG, "hatch": "///"},
+}
+"""The look of a phase that ended, failed, or did not end."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """One phase of one rank."""
+def timeline(figure: "Figure", events: Sequence[Event], seen: RunEnd | None) -> None:
+    """Draw the start, and below it the steps, which are so short that beside it nobody could read them.
 
-    x: float
-    y: float
-    width: float
-    height: float
-    group: str
-    outcome: str  # ended, failed or open
-    text: str  # inside the bar, if there is room
-    title: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lane:
-    """One rank."""
-
-    rank: int
-    y: float
-    bars: list[Bar]
-    stood: str  # at the end of a run that did not pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """One picture. Places are in pixels."""
-
-    title: str
-    lanes: list[Lane]
-    seconds: list[tuple[float, str]]
-    steps: list[tuple[float, str]]
-    failure: float | None  # where the first failure was noticed
-    groups: list[tuple[str, str]]  # of the bars that are shown
-    note: str
-    bottom: float  # where the lanes end
-
-
-def timelines_of(events: Sequence[Event], seen: RunEnd | None) -> list[Timeline]:
-    """Return a picture of the start and one of the steps; neither where no phase began.
-
-    A start is long and its steps are short, so that in one picture nobody could read the steps. events: of all ranks,
-    by time.
+    Of many ranks and steps some are shown: the ranks that failed first, and the last steps. events: of all ranks, by
+    time. Nothing is drawn where no phase began.
     """
     ended = seen.time if seen else 0.0
     phases = spans(events, ended)
-    every = [*_start_spans(events), *phases]
     if not phases:
-        return []
-    all_ranks = sorted({span.rank for span in every})
-    first = [rank for rank in all_ranks if seen and rank in seen.ranks]
-    ranks = sorted([*first, *(rank for rank in all_ranks if rank not in first)][:MOST_LANES])
-    stood = {} if seen and seen.code == 0 else where_ranks_stood(events, seen)
-    begins: dict[int, float] = {}
-    for span in phases:
-        if span.step is not None:
-            begins[span.step] = min(span.start, begins.get(span.step, span.start))
-    shown_steps = sorted(begins)[-LAST_STEPS:]
-    last = max(span.end for span in every)
-    failed_at = ended - began(events) if ended else None
-    of_ranks = f"{len(ranks)} of {len(all_ranks)} ranks" if len(ranks) < len(all_ranks) else ""
-    of_steps = f"the last {LAST_STEPS} of {len(begins)} steps" if len(begins) > LAST_STEPS else ""
-    if not begins:
-        return [_picture("The start", every, ranks, (0.0, last), {}, stood, failed_at, of_ranks)]
-    start = 0.0, min(begins.values())
-    steps = begins[shown_steps[0]], last
-    at_steps = {step: begins[step] for step in shown_steps}
-    both = ", ".join(filter(None, [of_ranks, of_steps]))
-    return [
-        _picture("The start", every, ranks, start, {}, {}, None, of_ranks),
-        _picture("The steps", every, ranks, steps, at_steps, stood, failed_at, both),
-    ]
+        return
+    every = [*_start_spans(events), *phases]
+    all_ranks = sorted({span.rank for span in every}, key=lambda rank: (not seen or rank not in seen.ranks, rank))
+    ranks, last = sorted(all_ranks[:MOST_LANES]), max(span.end for span in every)
+    steps = sorted({span.step for span in phases if span.step is not None})
+    begins = {step: min(span.start for span in phases if span.step == step) for step in steps[-LAST_STEPS:]}
+    start_ends = min((span.start for span in phases if span.step is not None), default=last)
+    windows = [("start", 0.0, start_ends), *[("steps", at, last) for at in sorted(begins.values())[:1]]]
+    some = f", {len(ranks)} of {len(all_ranks)} ranks" if len(ranks) < len(all_ranks) else ""
+    lanes = 0.5 * len(ranks)
+    inches = len(windows) * (lanes + 0.8) + 0.4
+    figure.set_size_inches(13, inches)
+    figure.subplots_adjust(left=0.06, right=0.99, top=1 - 0.5 / inches, bottom=0.7 / inches, hspace=0.8 / lanes)
+    for place, (name, first, until) in enumerate(windows, 1):
+        axes = figure.add_subplot(len(windows), 1, place, ylim=(len(ranks) + 0.05, -0.1))
+        axes.set_xlim(first, until + 0.01 * ((until - first) or 1.0))
+        axes.set_yticks([lane + 0.3 for lane in range(len(ranks))], [f"rank {rank}" for rank in ranks])
+        axes.set_title(f"The {name}: what each rank did{some}", loc="left", fontweight="bold", pad=18)
+        for lane, rank in enumerate(ranks):
+            own = [span for span in every if span.rank == rank and span.end > first and span.start < until]
+            _draw_lane(axes, lane, own)
+    axes.set_xlabel("seconds since the launch")
+    for step, at in begins.items():
+        axes.text(at, -0.1, f"step {step}", verticalalignment="bottom", color=GREY)
+        axes.axvline(at, color=GREY, linewidth=0.7)
+    if seen is None or seen.code != 0:
+        stood = where_ranks_stood(events, seen)
+        for lane, rank in enumerate(ranks):
+            axes.text(last, lane + 0.92, stood[rank][:LETTERS], horizontalalignment="right", color=WRONG)
+        if ended:
+            axes.axvline(ended - began(events), color=WRONG, linestyle="--")
+    groups = {group_of(span) for span in every}
+    handles = [axes.barh(-9, 0, color=colour, label=group) for group, colour in COLOURS.items() if group in groups]
+    figure.legend(handles=handles, loc="lower left", ncols=len(handles), frameon=False)
 
 
-def _picture(
-    title: str,
-    every: Sequence[Span],
-    ranks: Sequence[int],
-    window: tuple[float, float],
-    steps: Mapping[int, float],
-    stood: Mapping[int, str],
-    failed_at: float | None,
-    shown: str,
-) -> Timeline:
-    """Return the picture of what these ranks did from window[0] to window[1], in seconds since the launch."""
-    first, last = window
-    scale = (WIDTH - LEFT - RIGHT) / (last - first or 1.0)
-
-    def place(seconds: float) -> float:
-        return round(LEFT + (min(max(seconds, first), last) - first) * scale, 1)
-
-    spans_of = {
-        rank: [span for span in every if span.rank == rank and span.end > first and span.start < last] for rank in ranks
-    }
-    groups = {_group_of(span) for own in spans_of.values() for span in own}
-    lane = LANE + (STOOD if stood else 0)
-    tops = {rank: TOP + lane * index for index, rank in enumerate(ranks)}
-    return Timeline(
-        title=f"{title}: what each rank did",
-        lanes=[
-            Lane(rank=rank, y=tops[rank], bars=list(_bars(own, tops[rank], place)), stood=stood.get(rank, ""))
-            for rank, own in spans_of.items()
-        ],
-        seconds=[(place(at), f"{at:g}") for at in ticks(first, last, most=12)],
-        steps=[(place(at), f"step {step}") for step, at in steps.items()],
-        failure=None if failed_at is None else place(failed_at),
-        groups=[(group, meaning) for group, meaning in GROUPS.items() if group in groups],
-        note=f"Shown: {shown}; trace.json has all." if shown else "",
-        bottom=TOP + lane * len(ranks),
-    )
+def _draw_lane(axes: "Axes", lane: int, own: Sequence[Span]) -> None:
+    """Draw the bars of one rank; those of phases that begin inside another one are lower."""
+    first, last = axes.get_xlim()
+    ends: list[float] = []
+    for span in sorted(own, key=lambda span: (span.start, -span.end)):
+        ends = [end for end in ends if end > span.start]
+        height = max(0.2, 0.6 - 0.2 * len(ends))
+        ends.append(span.end)
+        bar, wrong = (span.start, span.end - span.start), OUTCOMES[span.outcome]
+        axes.broken_barh([bar], (lane + 0.6 - height, height), facecolor=COLOURS[group_of(span)], **wrong)
+        left, right = max(span.start, first), min(span.end, last)
+        letter = (last - first) / LETTERS
+        if height == 0.6 and letter * (len(span.phase) + 1) < right - left:
+            axes.text(left + letter / 2, lane + 0.3, span.phase, verticalalignment="center_baseline")
 
 
 def where_ranks_stood(events: Sequence[Event], seen: RunEnd | None) -> dict[int, str]:
@@ -188,28 +136,9 @@ def _start_spans(events: Sequence[Event]) -> Iterator[Span]:
             yield Span(rank=each["rank"], phase=each["part"], step=None, outcome="ended", **times)
 
 
-def _group_of(span: Span) -> str:
+def group_of(span: Span) -> str:
+    """Return what a phase is for, as in COLOURS."""
     if span.phase.startswith("verify_"):
-        return "check"
-    return _GROUP_OF.get(span.phase, "start" if span.step is None and span.phase != "shutdown" else "other")
-
-
-def _bars(own: Sequence[Span], top: float, place: Callable[[float], float]) -> Iterator[Bar]:
-    """Yield the bars of one rank; those of phases that begin inside another one are lower."""
-    ends: list[float] = []
-    for span in sorted(own, key=lambda span: (span.start, -span.end)):
-        ends = [end for end in ends if end > span.start]
-        height = max(8, BAR - 7 * len(ends))
-        ends.append(span.end)
-        width = round(max(1.0, place(span.end) - place(span.start)), 1)
-        how = {"ended": "", "failed": ", failed", "open": ", did not end"}[span.outcome]
-        yield Bar(
-            x=place(span.start),
-            y=top + BAR - height,
-            width=width,
-            height=height,
-            group=_group_of(span),
-            outcome=span.outcome,
-            text=span.phase if width > LETTER * len(span.phase) + 6 and height > 12 else "",
-            title=f"rank {span.rank}: {phase_of_step(span.phase, span.step)}, {span.end - span.start:.2f} s{how}",
-        )
+        return "checks"
+    known = next((group for group, phases in PHASES.items() if span.phase in phases), "")
+    return known or ("start" if span.step is None and span.phase != "shutdown" else "other")

@@ -18,8 +18,8 @@ from harness.tools.diagnose.diagnose import CatalogueMatch, diagnose
 from harness.tools.diagnose.log_lines import log_files
 from harness.tools.export.subject import Subject, read_subject
 from harness.tools.page_template import page_template
-from harness.tools.report import line_chart, timeline
 from harness.tools.report.issue_text import Metrics, details, folded_config, opening, outcome_of
+from harness.tools.report.pictures import number_or_none, pictures_of
 from harness.tools.report.trace import write_trace
 
 READ_NEXT = ("failure*.json", "stacks*.txt", "flight-record-*", "engines", "events", "config.toml")
@@ -43,8 +43,9 @@ def write_reports(folder: Path) -> list[Path]:
     rest = "\n".join(details(subject, metrics))
     whole = "\n".join(folded_config(subject.config))
     replace_file(folder / "report.md", redact.text(f"{first}\n{rest}\n{whole}\n"))
-    replace_file(folder / "report.html", page(subject, redact.text(first), redact.text(rest), metrics))
     trace = write_trace(folder, subject.events, subject.seen.time if subject.seen else 0.0)
+    # Last: matplotlib takes a second or two, and the watchdog of a run that failed does not wait long.
+    replace_file(folder / "report.html", page(subject, redact.text(first), redact.text(rest), metrics))
     return [folder / "report.md", folder / "report.html", trace]
 
 
@@ -64,7 +65,7 @@ def _has_numbers(row: Metrics) -> bool:
     counted = [row.get("step", 0), *(value for key, value in row.items() if key.startswith("startup/"))]
     if row.get("kind") == "validation":
         counted.append(row.get("validation/step"))
-    return all(line_chart.number_or_none(value) is not None for value in counted)
+    return all(number_or_none(value) is not None for value in counted)
 
 
 def known_failure(folder: Path) -> CatalogueMatch | None:
@@ -87,15 +88,14 @@ def page(subject: Subject, first: str, rest: str, metrics: Sequence[Metrics]) ->
     rules that issue_text uses are enabled: no raw HTML, no images, and no links but the http ones that are made below.
     The template escapes everything else.
     """
-    template = page_template(Path(__file__).parent, chart_size=line_chart, lane_size=timeline)
+    template = page_template(Path(__file__).parent)
     return template.render(
         title=first.partition("\n")[0].removeprefix("# "),
         outcome=outcome_of(subject.seen),
         style=Markup(Path(__file__).with_name("page.css").read_text(encoding="utf-8")),
         first=to_html(first),
         rest=to_html(rest),
-        timelines=timeline.timelines_of(subject.events, subject.seen),
-        charts=line_chart.charts_of(metrics),
+        pictures=[Markup(each) for each in pictures_of(subject.events, subject.seen, metrics)],
         config=redact.text(to_toml(subject.config)),
     )
 

@@ -14,7 +14,6 @@ from harness.task.data import Row
 from harness.task.rewards import HANDED_IN, REWARDS, MakeReward, Reward, Score, check_numbers
 from harness.tools.rewards.boxed_answers import math_strict_reward
 from harness.tools.rewards.math_answers import MathWorker
-from harness.tools.rewards.own_reward import PARAMETERS, check_own
 
 DATA_SOURCES = {
     "openai/gsm8k": "gsm8k_strict",
@@ -23,6 +22,9 @@ DATA_SOURCES = {
     "HuggingFaceH4/MATH-500": "math_strict",
 }
 """A row's data_source -> its reward, as in verl's default_compute_score, which knows more sources."""
+
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""With these keyword arguments a user's reward is called, as verl calls it."""
 
 
 class RewardFailed(RuntimeError):
@@ -52,10 +54,11 @@ def make_reward(name: str, rows: Iterable[Row]) -> Reward:
 def check_reward(name: str, rows: Iterable[Row]) -> None:
     """Raise ValueError for a reward that does not exist, or that cannot score one of the rows.
 
-    Do not import a user's own: its source is read.
+    Do not import a user's own: of its file only a missing one is told.
     """
-    if name not in (*REWARDS, *HANDED_IN):
-        check_own(name)
+    file = name.rpartition(":")[0]
+    if file.endswith(".py") and not Path(file).expanduser().is_file():
+        raise ValueError(f'task.reward = "{name}" cannot work: there is no file {file}')
     check_numbers(name, rows)
     for row in rows if name == "data_source" else ():
         if row.data_source not in DATA_SOURCES:
@@ -75,7 +78,7 @@ def check_math_verify(name: str) -> None:
 
 
 def _import_own(name: str) -> Callable[..., Any]:
-    """Return the user's function. Raise ValueError if it cannot be imported, or is not a plain function."""
+    """Return the user's function. Raise ValueError if it cannot be imported, or cannot be called as verl calls it."""
     module, _, function = name.rpartition(":")
     try:
         if module.endswith(".py"):
@@ -92,6 +95,11 @@ def _import_own(name: str) -> Callable[..., Any]:
         raise ValueError(f'task.reward = "{name}" cannot be imported: {type(error).__name__}: {error}') from error
     if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
         raise ValueError(f'task.reward = "{name}" must be a plain function, got a {type(found).__name__}')
+    try:
+        inspect.signature(found).bind(**dict.fromkeys(PARAMETERS))
+    except TypeError as error:
+        called = ", ".join(f"{each}=" for each in PARAMETERS)
+        raise ValueError(f'task.reward = "{name}" is called with {called}, and does not take that: {error}') from error
     return found
 
 

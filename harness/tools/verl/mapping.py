@@ -26,7 +26,6 @@ TRACKERS = ("tensorboard", "wandb")
 
 def translate_all(draft: Draft, environment: Mapping[str, str] = os.environ) -> None:
     """Set every harness key that has a counterpart in verl. Raise ConfigError for what verl itself refuses."""
-    check_rollout(draft)
     same(draft)
     parallel(draft)
     model(draft, environment)
@@ -45,29 +44,6 @@ def translate_all(draft: Draft, environment: Mapping[str, str] = os.environ) -> 
     length_of_run(draft)
     checkpoints(draft, environment)
     trackers(draft)
-
-
-def check_rollout(draft: Draft) -> None:
-    """Raise ConfigError for what verl's RolloutConfig refuses from 0.7 on (__post_init__ in workers/config/rollout.py)."""
-    if not draft.since("0.7"):
-        return
-    tp, dp = (draft.integer_or(1, f"@.rollout.{name}_parallel_size") for name in ("tensor_model", "data"))
-    experts, stages = "@.rollout.expert_parallel_size", "@.rollout.pipeline_model_parallel_size"
-    mode = "@.rollout.mode"
-    for refused, key, why in (
-        (draft.get(mode) == "sync", mode, 'must be "async", as "sync" was removed'),
-        (
-            draft.integer_or(1, experts) not in (1, tp * dp),
-            experts,
-            f"must be 1 or tensor x data parallel ranks = {tp * dp}",
-        ),
-        (draft.integer_or(1, stages) > 1, stages, "must be 1, as the rollout has no pipeline"),
-    ):
-        if refused:
-            raise ConfigError(
-                f"{full(key)} {why} in verl {draft.verl.release}, got {shown(draft.get(key))}; for a command of an older verl"
-                " give its --release."
-            )
 
 
 def same(draft: Draft) -> None:
@@ -526,23 +502,12 @@ def warmup(draft: Draft, prefix: str) -> bool:
         total, source = "trainer.total_training_steps", ratio_key
         if ratio and draft.get(total) is None:
             draft.lose(f"a warm-up as a share of all steps; give {total} or lr_warmup_steps", ratio_key)
-        steps = product(ratio, draft.integer_or(0, total), f"{full(ratio_key)} x {total}")
+        steps = int(ratio * draft.integer_or(0, total))
     sequences = draft.integer("data.train_batch_size") * draft.integer("@.rollout.n")
     each = sequences // draft.entries["actor.minibatch_size"].value * draft.entries["actor.ppo_epochs"].value
     note = f"{steps} PPO steps x {each} optimizer steps" if steps else ""
     draft.put("actor.warmup_steps", steps * each, source, note=note)
     return steps > 0
-
-
-def product(ratio: float, total: int, name: str) -> int:
-    """Return a share of a number of steps, rounded down.
-
-    Raise ConfigError for inf, nan, and what is too large for a float.
-    """
-    try:
-        return int(ratio * total)
-    except (OverflowError, ValueError):
-        raise ConfigError(f"{name} must be a number of steps, got {ratio} x {total}.") from None
 
 
 def losses(draft: Draft) -> None:

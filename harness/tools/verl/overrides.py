@@ -1,5 +1,6 @@
 """Hydra's overrides: how they are written, verl's keys and defaults by release, and the value of a key in the end."""
 
+import ast
 import difflib
 import json
 import re
@@ -22,6 +23,15 @@ LONGEST = 10_000
 """The most characters of a text whose references are replaced."""
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[\w.@/\-]+)(?P<equals>=)?(?P<value>.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?(?P<key>[\w.]+)(?:\s*+,\s*+(?P<default>[^{}]*))?\}")
+_REFERENCED = r"\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
+_BARE = re.compile(rf"(?:{_REFERENCED}|\\.|[^,\[\]{{}}\\])*", re.DOTALL)
+_PART = re.compile(
+    r"""(?P<quoted>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?P<mark>[\[\]{},]|:(?!//)|\s+)|"""
+    rf"""(?:{_REFERENCED}|\\.|:(?=//)|[^\[\]{{}},:'"\\])+""",
+    re.DOTALL,
+)
+"""A part of a list or table: a quoted text, a mark, or a bare text."""
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(\d(_?\d)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
 
 
@@ -47,75 +57,31 @@ def parse_override(word: str) -> Override:
 def parse_value(text: str, word: str = "") -> Any:
     """Return the value that hydra reads: null, a boolean, a number, a quoted or bare text, a list or a table.
 
-    A reference ${key} stays text. Raise ConfigError for a bracket or quote that is not closed, for brackets in hundreds
-    of levels, and for a sweep (a,b).
+    A reference ${key} stays text. Raise ConfigError for a sweep (a,b), for a bracket or quote that is not closed, and
+    for a colon in a list that is not a URL's.
     """
+    text = text.strip()
+    if _BARE.fullmatch(text) and not text.startswith(("'", '"')):
+        return _bare(_ESCAPED.sub(r"\1", text))
+    refused = ConfigError(
+        f'"{(word or text)[:200]}" is no value that hydra reads, or several (a sweep): close quotes and brackets, quote a'
+        " text that has them, and give one value, a list as [a,b]."
+    )
+    if not text.startswith(("[", "{", "'", '"')):
+        raise refused
     try:
-        value, rest = _value(text.strip(), word or text)
-    except RecursionError:
-        start = (word or text)[:60]
-        raise ConfigError(
-            f'"{start}..." has brackets in too many levels; give at most 100, as [[a]] has two.'
-        ) from None
-    if rest.strip():
-        several = rest.lstrip().startswith(",")
-        what = "gives several values (a sweep)" if several else f"has {rest.strip()!r} after its value"
-        raise ConfigError(f'"{word or text}" {what}; give one value, a list as [a,b].')
-    return value
+        return ast.literal_eval(_PART.sub(_as_python, text))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise refused from None
 
 
-def _value(text: str, word: str) -> tuple[Any, str]:
-    """Return the value at the start of a text, and the rest of the text."""
-    if text[:1] in "'\"" and text:
-        # No character fits two alternatives: the time grows with the length of the text, closed or not. Not possessive: until
-        # Python 3.11.5 a possessive repetition of alternatives matches wrongly (python/cpython#106052).
-        match = re.match(r"""(['"])((?:\\.|(?!\1)[^\\])*)\1""", text, re.DOTALL)
-        if not match:
-            raise ConfigError(f'"{word}" has a quote that is not closed.')
-        return re.sub(r"\\(.)", r"\1", match[2]), text[match.end() :]
-    if text.startswith("["):
-        return _sequence(text, word)
-    if text.startswith("{"):
-        return _table(text, word)
-    match = re.match(r"(?:\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\\.|[^,\[\]{}\\])*", text, re.DOTALL)
-    assert match
-    return _bare(re.sub(r"\\(.)", r"\1", match[0].strip())), text[match.end() :]
-
-
-def _sequence(text: str, word: str) -> tuple[list[Any], str]:
-    items, rest = [], text[1:].lstrip()
-    while not rest.startswith("]"):
-        if not rest:
-            raise ConfigError(f'"{word}" has a list that is not closed; end it with ].')
-        item, rest = _value(rest, word)
-        items.append(item)
-        rest = _after_comma(rest, "]", word)
-    return items, rest[1:]
-
-
-def _table(text: str, word: str) -> tuple[dict[str, Any], str]:
-    table, rest = {}, text[1:].lstrip()
-    while not rest.startswith("}"):
-        # A lookahead keeps what it took, as a possessive repetition would: blanks belong to the name and to what follows.
-        match = re.match(r"""(['"]?)(?=((?:\\.|[^'":,{}\[\]\\])+))\2\1\s*+:\s*+""", rest)
-        if not match:
-            raise ConfigError(f'"{word}" has a table that is not of the form {{key: value, ...}}.')
-        table[re.sub(r"\\(.)", r"\1", match[2].strip())], rest = _value(rest[match.end() :], word)
-        rest = _after_comma(rest, "}", word)
-    return table, rest[1:]
-
-
-def _after_comma(rest: str, end: str, word: str) -> str:
-    """Return what follows an item: the text after its comma, or from the bracket that ends the list or table.
-
-    Raise ConfigError for anything else, so that each round of the callers' loops takes at least one character.
-    """
-    rest = rest.lstrip()
-    if rest.startswith(","):
-        return rest[1:].lstrip()
-    if rest and not rest.startswith(end):
-        raise ConfigError(f'"{word}" has {rest[0]!r} where a comma or {end} must be; quote a text that has brackets.')
-    return rest
+def _as_python(part: re.Match[str]) -> str:
+    """Return a part of a list or table as Python writes it."""
+    if part["mark"]:
+        return part["mark"]
+    return repr(
+        _ESCAPED.sub(r"\1", part["quoted"][1:-1]) if part["quoted"] else _bare(_ESCAPED.sub(r"\1", part[0].strip()))
+    )
 
 
 def _bare(text: str) -> Any:

@@ -21,7 +21,10 @@ _LINE_PART = re.compile(
     rf"(?P<continued>\\\n)|(?P<comment>(?<!\S)\#[^\n]*)|(?P<end>\n)|{_QUOTED}|[^\s\\'\"]+|.", re.DOTALL
 )
 _ASSIGNMENT = re.compile(r"\s*(?:export\s+)?[A-Za-z_]\w*=")
+_SUBSTITUTED = re.compile(r"""\s*(?:export\s+)?(?P<name>[A-Za-z_]\w*)=("?)(?:\$\(.*\)|`.*`|\$\{.*\})\2\s*""")
 _SET = re.compile(r"\s*set\s+[-+].*")
+NAMES = ("trainer.project_name", "trainer.experiment_name")
+"""Keys that decide nothing, so that a part of their values may stay unread."""
 _VARIABLE = r"\$(?:(?P<name>[A-Za-z_]\w*)|\{(?P<braced>[A-Za-z_]\w*)\})"
 _WORD_PART = re.compile(
     rf"""(?P<literal>'[^']*'|\\.)|(?P<arguments>"\$@"|\$@)|"(?P<quoted>(?:\\.|[^"\\])*)\""""
@@ -57,12 +60,14 @@ def words_of_script(
 ) -> list[str]:
     """Return the words after verl.trainer.main_ppo in the script `name`.
 
-    `arguments` take the place of "$@"; in a script without it, they come last. Raise ConfigError for a variable that is
-    not set, and for a line that needs a shell, with the command that lets verl print its config instead.
+    `arguments` take the place of "$@"; in a script without it, they come last. Of a variable whose value needs a shell,
+    as $(date), the name stands in the names of a project and a run, and nowhere else. Raise ConfigError for a variable
+    that is not set, and for what needs a shell otherwise, with the command that lets verl print its config instead.
     """
     is_shown = {name: redact.variable(name, value) == value for name, value in environment.items()}
     variables = {name: value if is_shown[name] else "redacted" for name, value in environment.items()}
     found: list[list[str]] = []
+    unread: dict[str, str] = {}
     for line in _lines(text):
         try:
             if _ASSIGNMENT.match(line) and not MAIN.search(line):
@@ -70,7 +75,17 @@ def words_of_script(
             elif not _SET.fullmatch(line):
                 found.append(_command(line, variables, arguments))
         except NeedsShell as error:
+            if substituted := _SUBSTITUTED.fullmatch(line):
+                variables[substituted["name"]] = reference = f"${{{substituted['name']}}}"
+                unread[reference] = line
+                continue
             raise ConfigError(f"{name}: {error}; {_print_by_script(name, arguments)}") from error
+    for words in found:
+        for number, word in enumerate(words):
+            for reference, line in unread.items():
+                if reference in word and not word.startswith(NAMES):
+                    raise ConfigError(f'{name}: "{_start(line)}" needs a shell; {_print_by_script(name, arguments)}')
+                words[number] = words[number].replace(reference, reference[2:-1])
     if len(found) != 1:
         raise ConfigError(f"{name} has {len(found)} commands of verl.trainer.main_ppo; give one of them after --.")
     return found[0] if "$@" in text else [*found[0], *arguments]

@@ -8,15 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from harness.tools.doctor.job_store import Absent, JobStore, connect, left, within
-from harness.tools.doctor.links import RankLinks
 from harness.tools.doctor.rank_facts import RankFacts
-from tests.tools.doctor.examples import facts_of, healthy
-
-
-def test_what_was_put_is_got_by_any_rank() -> None:
-    store = dist.HashStore()
-    JobStore(store, 1, 2).put("key", {"a": (1, None)})
-    assert JobStore(store, 0, 2).get("key", 1, dict[str, tuple[int, str | None]]) == {"a": (1, None)}
+from tests.tools.doctor.examples import facts_of
 
 
 def test_what_nobody_put_is_absent_in_time() -> None:
@@ -88,14 +81,3 @@ def test_a_value_of_another_type_is_that_of_no_rank(value: str) -> None:
     store.set("facts/1", value)
     mine = facts_of(0, 2, gpus=True)
     assert JobStore(store, 0, 2).gather("facts", mine, 1, RankFacts) == [mine, None]
-
-
-def test_rank_facts_and_links_come_out_as_they_went_in() -> None:
-    store = dist.HashStore()
-    job = healthy()
-    for rank, (facts, links) in enumerate(zip(job.facts, job.links, strict=True)):
-        job_store = JobStore(store, rank, 4)
-        job_store.put(f"facts/{rank}", facts)
-        job_store.put(f"links/{rank}", links)
-        assert job_store.get(f"facts/{rank}", 1, RankFacts) == facts
-        assert job_store.get(f"links/{rank}", 1, RankLinks) == links

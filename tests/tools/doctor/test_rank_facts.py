@@ -1,5 +1,4 @@
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,43 +60,17 @@ def test_a_name_that_does_not_resolve_is_said() -> None:
     assert found.route is None and found.master
 
 
-class Nvml:
-    """A stand-in for nvidia-ml-py."""
+@pytest.mark.parametrize("has_nvml", [True, False])
+def test_a_gpus_memory_is_what_nvml_says_or_torch(has_nvml: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def used(device: torch.device) -> int:
+        if has_nvml:
+            return 40
+        raise ModuleNotFoundError("no pynvml")
 
-    class NVMLError(Exception):
-        pass
-
-    opened = 0
-
-    def nvmlInit(self) -> None:
-        self.opened += 1
-
-    def nvmlShutdown(self) -> None:
-        self.opened -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return 7
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=100, free=60)
-
-
-def test_a_gpu_is_read_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    monkeypatch.setattr(rank_facts, "gpu_uuid", lambda index: "GPU-0")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    gpu, reason = rank_facts.look_at_gpu(torch.device("cuda", 0))
-    assert gpu and reason == "" and library.opened == 0
-    assert (gpu.uuid, gpu.name, gpu.total, gpu.free) == ("GPU-0", "NVIDIA H200", 100, 60)
-
-
-def test_without_nvml_torch_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Nvml()
-    monkeypatch.setattr(library, "nvmlInit", lambda: (_ for _ in ()).throw(Nvml.NVMLError("no driver")))
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    monkeypatch.setattr(rank_facts, "gpu_uuid", lambda index: "GPU-0")
+    properties = SimpleNamespace(total_memory=100, uuid="0", name="NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", used)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     gpu, reason = rank_facts.look_at_gpu(torch.device("cuda", 0))
-    assert gpu and (gpu.free, gpu.total) == (60, 100) and reason == "NVML: no driver"
+    assert gpu == rank_facts.Gpu(uuid="GPU-0", name="NVIDIA H200", total=100, free=60)
+    assert reason == ("" if has_nvml else "no pynvml")

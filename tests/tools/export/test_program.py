@@ -21,13 +21,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from harness.config.layers import ConfigError
 from harness.runtime import events
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.export.program import ELSEWHERE, ORDER, Evidence, literal, missing_tensors, planted_fault, render
 from harness.tools.export.subject import RunEnd, Subject, behind, read_subject, what_was_started
 from harness.weights.fp8_checkpoint import write_quantized_model
-from launch.export import own_options
 from tests.tools.report.fake_run import fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -420,22 +418,6 @@ def test_where_the_watchdog_failed_nobody_says_that_sglang_did(server: bool) -> 
     assert "The run's watchdog failed" in header_of(text)
 
 
-@pytest.mark.parametrize(
-    ("phase", "planted"),
-    [
-        ("inputs", "meet"),
-        ("verify_push", "sync"),
-        ("first_release", "build_trainer"),
-        ("release", "old_log_probs"),
-        ("", "meet"),
-    ],
-)
-def test_a_phase_that_the_repro_has_not_is_met_where_it_would_be(phase: str, planted: str) -> None:
-    plant = planted_fault(replace(FAILED, phase=phase), PHASES)
-    assert plant and plant.phase == planted
-    assert (plant.step is None) == (planted in ("meet", "build_trainer"))
-
-
 def test_the_rank_behind_is_the_one_with_fewest_phases() -> None:
     def event(rank: int, kind: str, phase: str) -> dict[str, Any]:
         return {"rank": rank, "event": kind, "phase": phase, "step": 0}
@@ -618,16 +600,3 @@ def test_literals_are_python_and_not_long() -> None:
     odd = {"a": float("inf"), "b": [float("-inf"), (1,), ()], "c": {"nan": [True, "\u00e9\x00"]}}
     assert eval(literal(odd)) == odd and literal(odd).isascii()
     assert math.isnan(eval(literal(float("nan"))))
-
-
-def test_what_is_no_run_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothere is not a folder here"):
-        read_subject([str(tmp_path / "nothere")])
-    with pytest.raises(ValueError, match="leave --out out: the file goes to standard output"):
-        own_options(["runs/x", "--out", "x.py"])
-    with pytest.raises(ConfigError, match="is not a run directory: it has no environment"):
-        (tmp_path / "config.toml").touch()
-        read_subject([str(tmp_path)])
-    (tmp_path / "environment.json").write_text(json.dumps([]))
-    with pytest.raises(ConfigError, match="it has no rank"):
-        read_subject([str(tmp_path)])

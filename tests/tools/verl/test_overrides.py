@@ -56,6 +56,7 @@ def _seconds() -> Iterator[None]:
         ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
         ("${data.max_prompt_length}", "${data.max_prompt_length}"),
         ("${oc.env:HOME}/data", "${oc.env:HOME}/data"),
+        ("[hdfs://a/b.parquet, ${x}/c]", ["hdfs://a/b.parquet", "${x}/c"]),
     ],
 )
 def test_values(text: str, value: Any) -> None:
@@ -64,30 +65,29 @@ def test_values(text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"),
+    "word",
     [
-        ("a=1,2", "sweep"),
-        ("a=[1,2", "not closed"),
-        ("a='x", "quote"),
-        ("data.x", "not a hydra override"),
-        ("a=b}", "after its value"),
-        ("a=[b}", "where a comma or ] must be"),
-        ("a=[b\\", "where a comma or ] must be"),
-        ("a=[}", "where a comma or ] must be"),
-        ('a=["b"}]', "where a comma or ] must be"),
-        ("a={b: [1}", "where a comma or ] must be"),
-        ("a={b: 1]", "where a comma or } must be"),
-        ("a={b: 1", "table"),
-        ("a=" + 3000 * "[", "too many levels"),
-        ("a=" + 3000 * "{b: ", "too many levels"),
+        "a=1,2",
+        "a=[1,2",
+        "a='x",
+        "a=b}",
+        "a=[b}",
+        "a=[b\\",
+        'a=["b"}]',
+        "a={b: [1}",
+        "a={b: 1",
+        "a=" + 3000 * "[",
+        "a=[b:c]",
     ],
 )
-def test_what_hydra_would_not_read(word: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+def test_what_hydra_would_not_read(word: str) -> None:
+    with pytest.raises(ConfigError, match="is no value that hydra reads, or several"):
         parse_override(word)
+    with pytest.raises(ConfigError, match="is not a hydra override"):
+        parse_override("data.x")
 
 
-@pytest.mark.parametrize(("start", "again"), [("'", r"\a"), ('"', r"\\"), ("{b", " "), ("{'b", " ")])
+@pytest.mark.parametrize(("start", "again"), [("'", r"\a"), ('"', r"\\"), ("{b", " "), ("[", "${")])
 def test_the_time_to_refuse_a_value_grows_with_its_length_alone(start: str, again: str) -> None:
     """Where it grows with the square, or worse, this takes from a minute to centuries."""
     with pytest.raises(ConfigError):

@@ -66,7 +66,8 @@ def test_verls_own_output_of_a_command() -> None:
     text = (COMMANDS / f"{name}.yaml").read_text()
     assert is_printed_config(text) and not is_printed_config((COMMANDS / f"{name}.sh").read_text())
     found = translate_printed(values_of(text, name), environment=ENVIRONMENT)
-    words = words_of_script((COMMANDS / f"{name}.sh").read_text(), [], ENVIRONMENT)
+    script = (COMMANDS / f"{name}.sh").read_text().replace('$(date +"%Y-%m-%d-%H-%M")', "2025-03-01-12-00")
+    words = words_of_script(script, [], ENVIRONMENT)
     command = translate(words, "0.3", environment=ENVIRONMENT)
     assert found.is_whole and found.release == "0.3" and found.config == command.config
     assert found.toml.count("\n# irrelevant") < 8 and "156 keys that verl 0.3 printed" in found.toml
