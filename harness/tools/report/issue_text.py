@@ -115,7 +115,7 @@ def known(finding: CatalogueMatch | None) -> list[str]:
         return ["The catalogue has no failure that explains it."]
     entry = finding.entry
     return [
-        f"Known failure `{entry.slug}` (confidence: {finding.confidence}): {entry.title}.",
+        f"{'Known as' if finding.is_known else 'Looks like'} `{entry.slug}`: {entry.title}.",
         "",
         f"- cause: {' '.join(entry.cause.split())}",
         f"- fix: {' '.join(entry.fix.split())}",

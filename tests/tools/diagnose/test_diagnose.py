@@ -111,10 +111,9 @@ OF_OTHER_PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", OF_OTHER_PROGRAMS)
-def test_a_sentence_of_every_program_is_named_with_low_confidence(name: str) -> None:
+def test_a_failure_only_looks_like_a_sentence_of_every_program(name: str) -> None:
     finding = diagnose([str(LOGS / "other_programs" / f"{name}.log")]).finding
-    assert finding and (finding.entry.slug, finding.confidence) == (OF_OTHER_PROGRAMS[name], "low")
-    assert bool(finding.outside) == bool(finding.entry.context)
+    assert finding and (finding.entry.slug, finding.is_known) == (OF_OTHER_PROGRAMS[name], False)
 
 
 def test_there_are_enough_unrelated_logs() -> None:
@@ -173,7 +172,7 @@ def test_a_decisive_line_does_not_lose_to_the_number_of_its_consequences(tmp_pat
     consequence = 'Traceback (most recent call last):\n  File "/x/aiohttp/client.py", line {0}, in connect\n'
     consequence += "aiohttp.ClientConnectorError: Cannot connect to host 10.0.0.1:{0}\n"
     found = diagnosed(tmp_path, cause + "".join(consequence.format(30000 + number) for number in range(1000)))
-    assert found.finding and (slug(found), found.finding.confidence) == ("double-resume-or-release", "high")
+    assert found.finding and (slug(found), found.finding.is_known) == ("double-resume-or-release", True)
     assert found.ending and found.ending.text.endswith(":30999")
 
 
@@ -182,7 +181,7 @@ def test_consequences_that_all_differ_take_no_room(tmp_path: Path) -> None:
     names = ("".join(chr(97 + int(digit)) for digit in str(number)) for number in range(4 * MOST_TEXTS))
     text = "".join(f"aiohttp.ClientConnectorError: Cannot connect to host {name}\n" for name in names)
     found = diagnosed(tmp_path, f"{text}{cause}{text}")
-    assert found.finding and (slug(found), found.finding.confidence) == ("double-resume-or-release", "high")
+    assert found.finding and (slug(found), found.finding.is_known) == ("double-resume-or-release", True)
     assert len(read_facts([str(tmp_path / "a.log")]).symptoms) < 2 * MOST_TEXTS
 
 
@@ -203,11 +202,11 @@ def test_an_exception_that_nobody_knows_is_not_hidden_by_its_consequence(tmp_pat
     assert "peer-vanished" in [each.entry.slug for each in found.others]
 
 
-def test_an_exception_before_the_cause_lowers_the_confidence(tmp_path: Path) -> None:
+def test_after_an_unknown_exception_nothing_is_known_for_sure(tmp_path: Path) -> None:
     cause = "AssertionError: dp_size must be 1 or dp attention must be enabled for update weights from tensor"
     before = diagnosed(tmp_path, cause).finding
     after = diagnosed(tmp_path, f"ZeroDivisionError: division by zero\n{cause}").finding
-    assert before and after and (before.confidence, after.confidence) == ("high", "low")
+    assert before and after and (before.is_known, after.is_known) == (True, False)
 
 
 def test_a_rotary_table_that_changed_is_not_called_lost(tmp_path: Path) -> None:
@@ -307,10 +306,10 @@ def test_the_command_and_its_exit_codes(tmp_path: Path) -> None:
         "ok\nAssertionError: dp_size must be 1 or dp attention must be enabled for update weights from tensor\n"
     )
     run = launch(str(log))
-    assert run.returncode == 0 and run.stdout.startswith("dp-attention-update (confidence: high)")
+    assert run.returncode == 0 and run.stdout.startswith("known as dp-attention-update: ")
     assert f"{log}:2: AssertionError: dp_size" in run.stdout
     values = json.loads(launch(str(log), "--json").stdout)
-    assert (values["slug"], values["confidence"], values["evidence"][0]["line"]) == ("dp-attention-update", "high", 2)
+    assert (values["verdict"], values["slug"], values["evidence"][0]["line"]) == ("known", "dp-attention-update", 2)
     unknown = launch("-", given="ZeroDivisionError: division by zero\n")
     assert unknown.returncode == 1 and "-:1: ZeroDivisionError" in unknown.stdout
     assert launch("-", given="all is well\n").returncode == 3

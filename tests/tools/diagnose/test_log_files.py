@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import threading
 import zlib
 from pathlib import Path
@@ -33,7 +32,7 @@ def test_another_encoding_is_to_be_converted(packed: bool, tmp_path: Path) -> No
         log.write_bytes(gzip.compress(data) if packed else data)
         run = launch(str(log))
         assert run.returncode == 2 and run.stderr.count("\n") == 1
-        assert f"{log} is not text in UTF-8; convert it" in run.stderr
+        assert f"{log} is not text in UTF-8; unpack" in run.stderr
 
 
 @pytest.mark.parametrize("name", ["a.log", "a.json", "a.jsonl", "a.json.gz", "a.gz"])
@@ -49,14 +48,6 @@ def test_the_content_and_not_the_name_says_how_a_file_is_packed(name: str, packe
         (tmp_path / name).write_bytes(gzip.compress(data) if packed else data)
         check_readable([str(tmp_path / name)])
         assert slug(diagnose([str(tmp_path / name)])) == SLUG
-
-
-def test_a_packed_archive_of_logs_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text(f"{ERROR}\n")
-    with tarfile.open(tmp_path / "logs.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "a.log", "a.log")
-    check_readable([str(tmp_path / "logs.tar.gz")])
-    assert slug(diagnose([str(tmp_path / "logs.tar.gz")])) == SLUG
 
 
 def test_a_file_named_json_may_have_one_value_in_each_line(tmp_path: Path) -> None:
@@ -145,7 +136,7 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     writer = threading.Thread(target=lambda: pipe.write_bytes(gzip.compress(f"{ERROR}\n".encode())), daemon=True)
     writer.start()
     run = launch(str(pipe), timeout=60)
-    assert run.returncode == 0 and run.stdout.startswith(SLUG), run.stderr
+    assert run.returncode == 0 and run.stdout.startswith(f"known as {SLUG}: "), run.stderr
     writer.join()
 
 
@@ -202,14 +193,3 @@ def test_a_table_in_each_line_is_read_in_any_file(name: str, tmp_path: Path) -> 
         (tmp_path / name).write_text("\n".join(["starting sglang", *rows, ""]))
         found = diagnose([str(tmp_path / name)])
         assert found.verdict == "unknown" and found.suspicious and found.suspicious.text == "reward.BadAnswer: 7"
-
-
-@pytest.mark.parametrize(("level", "verdict"), [("error", "unknown"), ("FATAL", "unknown"), ("info", "no failure")])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.log"])
-def test_the_level_of_a_row_counts(level: str, verdict: str, name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(
-        json.dumps({"severity": level, "logger": "my.worker", "message": "worker 3 is gone"}) + "\n"
-    )
-    found = diagnose([str(tmp_path / name)])
-    assert found.verdict == verdict
-    assert verdict != "unknown" or (found.suspicious and found.suspicious.text == "worker 3 is gone")
