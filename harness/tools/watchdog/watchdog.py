@@ -10,13 +10,12 @@ Started by the first rank of a torchrun: `python -m harness.tools.watchdog.watch
 import json
 import math
 import os
-import re
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ import psutil
 
 from harness.runtime.errors import screen_of, tell_said
 from harness.runtime.events import phase_of_step, unix_seconds
+from harness.runtime.failure import Failure, Kind
 from harness.runtime.processes import is_alive
 from harness.tools.run_tree import name_and_pid
 from harness.tools.watchdog import channel
@@ -38,8 +38,15 @@ from harness.tools.watchdog.channel import (
     parse,
 )
 from harness.tools.watchdog.deaths import ExitWatch, MemoryKills, how_it_ended
-from harness.tools.watchdog.ending import HostCleanup, is_stopped, keep_and_report, say_in_time
-from harness.tools.watchdog.failures import JobView, Kind, Place, RunFailure, first_failure, names_no_cause
+from harness.tools.watchdog.ending import (
+    STORE_LOST_SECONDS,
+    TORCHRUN_SECONDS,
+    HostCleanup,
+    is_stopped,
+    keep_and_report,
+    say_in_time,
+)
+from harness.tools.watchdog.failures import JobView, Place, first_failure, names_no_cause
 from harness.tools.watchdog.verdict import RunVerdict
 
 TICK_SECONDS = 0.25
@@ -54,7 +61,6 @@ COLLECT_SECONDS = 8.0  # ranks stay so long after a deadline, at most, for their
 LATE_SECONDS = 3.0  # a rank that comes so long after all others of its host to a phase of a step is reported
 EXPLANATION_SECONDS = 3.0  # how long the verdict waits for its explanation
 TIMED_OUT = 124
-_PID = re.compile(r"\(pid (\d+)\)")
 
 
 @dataclass(slots=True)
@@ -108,7 +114,7 @@ class Watchdog:
     beats: Heartbeats | None = None
     folder: Path | None = None  # the run directory
     name: str = ""  # in the run directory; "" before the ranks have met
-    own: list[RunFailure] = field(default_factory=list)  # failures that were noticed on this host
+    own: list[Failure] = field(default_factory=list)  # failures that were noticed on this host
     cleanup: HostCleanup = field(init=False)
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -137,7 +143,7 @@ class Watchdog:
             keep_and_report(verdict, reports=any(each.rank == 0 for each in self.ranks))
             if self.settings.holds is not None:  # launch/torchrun.py has waited for this process so far
                 os.close(self.settings.holds)
-                self.cleanup.end_torchrun(self.launcher)
+                self._end_torchrun()
 
     def _end_run(self, screen: int) -> RunVerdict | None:
         """Report the first failure and end what is left. screen: where torchrun writes, a descriptor.
@@ -165,10 +171,14 @@ class Watchdog:
             tell_said()
         self.cleanup.end_ranks(LEAVE_SECONDS)
         if is_plain:
-            self.cleanup.end_torchrun(self.launcher)
+            self._end_torchrun()
         if torchrun_reports:
             say_in_time(verdict.in_a_line(), screen)
         return verdict
+
+    def _end_torchrun(self) -> None:
+        lost = any(each.kind == "lost" for each in self._failures())
+        self.cleanup.end_torchrun(self.launcher, STORE_LOST_SECONDS if lost else TORCHRUN_SECONDS)
 
     def _collect(self, verdict: RunVerdict) -> None:
         """Take stacks and other evidence of what hangs, before anything is ended."""
@@ -192,10 +202,10 @@ class Watchdog:
                     self._hear(key.data)
             self.look()
 
-    def _failures(self) -> list[RunFailure]:
+    def _failures(self) -> list[Failure]:
         """Return the failures of all hosts that are known here; a lost host once."""
         everywhere = [*self.own, *(self.beats.failures() if self.beats else ())]
-        once: dict[Any, RunFailure] = {}
+        once: dict[Any, Failure] = {}
         for failure in sorted(everywhere, key=lambda each: each.time):
             once.setdefault((failure.kind, failure.ranks) if failure.kind == "lost" else id(failure), failure)
         return list(once.values())
@@ -277,9 +287,8 @@ class Watchdog:
                 if begins and place.step is not None:
                     self._compare_arrival(rank, now)
             case channel.Failed(kind, error, trace):
-                named = _PID.search(error)
-                error += self._memory_kill(error, int(named[1]) if named else 0)
-                self._fail(rank, kind, error, trace=trace)
+                of_engine = [pid for pid, owner in self.cleanup.descendants.rank_of.items() if owner == rank.pid]
+                self._fail(rank, kind, error + self._memory_kill(error, of_engine), traceback=trace)
             case channel.Exits(code):
                 rank.left = code
                 if code:
@@ -307,7 +316,6 @@ class Watchdog:
         rank.rank, rank.handler = number, handler
         rank.exit = ExitWatch(rank.pid)
         self.ranks.append(rank)
-        rank.send(watchdog=os.getpid())
         if len(self.ranks) == self.settings.local_world_size:
             Path(self.listener.getsockname()).unlink(missing_ok=True)
 
@@ -397,24 +405,25 @@ class Watchdog:
         rank.gone = True
         if rank.left is None and not rank.failed:
             from_outside = any(name in how for name in ("SIGTERM", "SIGINT", "SIGHUP"))
-            if kill := self._memory_kill(how, rank.pid):
+            if kill := self._memory_kill(how, [rank.pid]):
                 how += f"{kill},"
             self._fail(rank, "ended" if from_outside else "died" if how else "vanished", how or "died")
 
-    def _memory_kill(self, how: str, pid: int) -> str:
+    def _memory_kill(self, how: str, pids: Iterable[int]) -> str:
         """Return what to add if the kernel's out-of-memory killer ended a rank, or a process of its engine."""
-        evidence = "SIGKILL" in how and self.memory_kills.killed(pid)
+        evidence = next(filter(None, map(self.memory_kills.killed, pids)), "") if "SIGKILL" in how else ""
         return f", and {evidence}" if evidence else ""
 
-    def _fail(self, rank: LocalRank, kind: Kind, detail: str = "", **details: Any) -> None:
-        """Note a failure of a rank, unless it follows from an earlier one. details: other fields of RunFailure."""
+    def _fail(self, rank: LocalRank, kind: Kind, error: str = "", **details: Any) -> None:
+        """Note a failure of a rank, unless it follows from an earlier one. details: other fields of Failure."""
         if rank.failed is None or (rank.failed == "echo" and kind == "exception"):
             rank.failed = kind
-            self._note(kind, (rank.rank,), rank.place, detail=detail, **details)
+            self._note(kind, (rank.rank,), rank.place, error=error, **details)
 
     def _note(self, kind: Kind, ranks: tuple[int, ...], place: Place, **details: Any) -> None:
         values: dict[str, Any] = {"time": unix_seconds(), "host": self.settings.host} | details
-        self.own.append(RunFailure(kind=kind, ranks=ranks, place=place, **values))
+        values |= {"phase": place.phase, "step": place.step, "inside": place.inside}
+        self.own.append(Failure(kind=kind, ranks=ranks, **values))
         self._news = True
 
     def _look_at_launcher(self) -> None:
@@ -422,7 +431,7 @@ class Watchdog:
         staying = [each for each in self.ranks if each.stays()]
         if staying and not is_alive(self.launcher) and not any(each.kind == "launcher" for each in self.own):
             ranks = tuple(each.rank for each in staying)
-            self._note("launcher", ranks, staying[0].place, detail=f"(pid {self.launcher.pid}) is gone")
+            self._note("launcher", ranks, staying[0].place, error=f"(pid {self.launcher.pid}) is gone")
 
     def _processes(self) -> list[psutil.Process]:
         return [each.process for each in self.ranks if each.process and not each.gone]
