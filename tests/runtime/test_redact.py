@@ -61,7 +61,7 @@ def test_a_secret_is_told_from_its_name_or_its_shape(name: str) -> None:
 
 
 def test_other_values_stay() -> None:
-    assert redact.variables(PLAIN) == PLAIN
+    assert redact.values(PLAIN) == PLAIN
 
 
 def test_two_secrets_get_different_marks() -> None:

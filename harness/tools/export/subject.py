@@ -127,7 +127,6 @@ def read_subject(words: Sequence[str]) -> Subject:
         if not ranks:
             raise ConfigError(f"{file} is not what a run writes: it has no rank.")
         per_host = Counter(each.host for each in ranks).values()
-        ranks = [_redacted_rank(each) for each in ranks]
         script, of_script = what_was_started(ranks[0].command)
         return Subject(
             words=tuple(words),
@@ -135,7 +134,7 @@ def read_subject(words: Sequence[str]) -> Subject:
             nnodes=len(per_host),
             nproc_per_node=max(per_host),
             ranks=tuple(ranks),
-            seen=_redacted_end(read_end(folder, events)),
+            seen=read_end(folder, events),
             script=script,
             options=of_script,
             events=tuple(events),
@@ -152,16 +151,6 @@ def read_subject(words: Sequence[str]) -> Subject:
         nnodes=options.nnodes,
         nproc_per_node=nproc_per_node,
     )
-
-
-def _redacted_rank(rank: RankRecord) -> RankRecord:
-    return replace(rank, command=redact.text(rank.command), environment=redact.variables(rank.environment))
-
-
-def _redacted_end(seen: RunEnd) -> RunEnd:
-    """Return it without secrets. Lines are redacted together, because a private key has several."""
-    verdict, traceback = (tuple(redact.text("\n".join(each)).split("\n")) for each in (seen.verdict, seen.traceback))
-    return replace(seen, error=redact.text(seen.error), verdict=verdict, traceback=traceback if seen.traceback else ())
 
 
 def what_was_started(command: str) -> tuple[str, tuple[str, ...]]:
@@ -201,10 +190,10 @@ def known_part(layer: Layer) -> tuple[Layer, tuple[str, ...]]:
 
 
 def _decode(file: Path, kind: Any, writer: str) -> Any:
-    """Read JSON of that type; raise ConfigError where it is another program's."""
+    """Read JSON of that type, without secrets; raise ConfigError where it is another program's."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        return msgspec.convert(redact.values(json.loads(file.read_bytes())), kind)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are such
         raise ConfigError(f"{file} is not what {writer} writes: {error}.") from error
 
 
@@ -213,8 +202,8 @@ def read_end(folder: Path, events: Sequence[Event]) -> RunEnd:
     verdicts: list[Any] = []
     for file in filter(is_regular, sorted(folder.glob("failure-*.json"))):
         # A full disk leaves it empty; other hosts have written theirs.
-        with suppress(msgspec.DecodeError, ValueError, RecursionError):
-            verdicts.append(msgspec.json.decode(file.read_bytes(), type=_KEPT))
+        with suppress(ConfigError):
+            verdicts.append(_decode(file, _KEPT, "a watchdog"))
     verdicts = [each for each in verdicts if each.first.kind != "mistake"]  # its rank's event has more
     if verdicts:
         return _end_by_watchdog(min(verdicts, key=lambda each: each.first.time), events)
