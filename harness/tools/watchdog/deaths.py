@@ -123,20 +123,14 @@ class MemoryKills:
 
 
 def _count_file(root: Path, pid: int) -> Path | None:
-    """Return where the innermost cgroup that accounts this process's memory counts kills; None if there is none."""
-    group, top, name = "", "", "memory.events"
-    if not (lines := _lines(root / f"proc/{pid}/cgroup")):
+    """Return where the innermost cgroup of this process counts kills; None if there is none, as in cgroup v1."""
+    line = next((each for each in _lines(root / f"proc/{pid}/cgroup") if each.startswith("0::")), None)
+    if line is None:
         return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):  # cgroup v1, which alone accounts memory then
-            group, top, name = path, "memory", "memory.oom_control"
-            break
-        if controllers == "":
-            group = path
-    base = root / "sys/fs/cgroup" / top
     # In a container the path may be the host's, of which only the innermost part is mounted.
-    return next((folder / name for folder in (base / group.lstrip("/"), base) if (folder / name).exists()), None)
+    base = root / "sys/fs/cgroup"
+    files = (base / line.removeprefix("0::/") / "memory.events", base / "memory.events")
+    return next(filter(Path.exists, files), None)
 
 
 def _count(file: Path) -> int:

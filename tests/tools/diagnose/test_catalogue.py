@@ -1,17 +1,21 @@
 """The catalogue of known failures: read strictly, complete, and each entry's example its own."""
 
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.entries import (
     FOLDER,
     OF_SGLANG,
+    Affected,
     CatalogueEntry,
     CatalogueError,
+    Measurement,
     Pattern,
+    Signature,
     catalogue,
     read_entry,
     surroundings,
@@ -48,8 +52,14 @@ def test_there_are_at_least_as_many_entries_as_known_failures() -> None:
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.slug)
 def test_an_entry_is_sound(entry: CatalogueEntry) -> None:
     file = FOLDER / f"{entry.slug}.toml"
-    strict = msgspec.toml.decode(file.read_bytes(), type=CatalogueEntry, dec_hook=lambda kind, value: kind(value))
-    assert strict == entry, "each value is of the type, and one of the literals, that the class says"
+    written = tomllib.loads(file.read_text(encoding="utf-8"))
+    for tables, kind in (
+        ([written], CatalogueEntry),
+        (written["signatures"], Signature),
+        (written["affected"], Affected),
+        (written.get("seen", []), Measurement),
+    ):
+        assert {key for table in tables for key in table} <= {each.name for each in fields(kind)}, kind.__name__
     assert all([entry.affected, entry.examples, entry.title, entry.cause, entry.fix])
     assert set(entry.context) <= {*surroundings().contexts, OF_SGLANG}
     assert {"cause", "likely"} & {signature.role for signature in entry.signatures}, "it would never be named"
@@ -59,7 +69,7 @@ def test_an_entry_is_sound(entry: CatalogueEntry) -> None:
         for each in (signature.pattern, signature.near)
         if each
     )
-    assert all(each.regex and each.word for each in entry.conditions or ())
+    assert all(each.regex and each.word for each in entry.conditions)
     assert all(link.startswith("https://") for link in entry.links)
     assert len(set(entry.signatures)) == len(entry.signatures)
     assert len(set(entry.links)) == len(entry.links)
@@ -115,10 +125,9 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('title = "A title"', 'titel = "A title"', "titel"),
         ('title = "A title"', "", "title"),
         ('context = ["engine"]', "", "context"),
-        ('role = "cause"', 'rol = "cause"', "rol"),
+        ('role = "cause"', 'rol = "cause"', "role"),
         ('fix = "A fix."', "fix = ", "Invalid value"),
     ],
 )

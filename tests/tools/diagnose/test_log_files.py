@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import zlib
 from pathlib import Path
 
 import pytest
@@ -54,31 +53,6 @@ def test_a_file_named_json_may_have_one_value_in_each_line(tmp_path: Path) -> No
     (tmp_path / "a.json").write_text(json.dumps({"log": "started"}) + "\n" + json.dumps({"log": f"x\n{ERROR}"}) + "\n")
     found = diagnose([str(tmp_path / "a.json")]).finding
     assert found and (found.line.whole, found.line.number) == (ERROR, 2)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["a.log", "a.json"])
-def test_a_small_file_that_unpacks_to_a_large_one_takes_little_memory(name: str, tmp_path: Path) -> None:
-    """256 MB in one line, of which less than 64 MB are held at a time."""
-    packed = zlib.compressobj(wbits=31)
-    with (tmp_path / name).open("wb") as file:
-        for _ in range(256):
-            file.write(packed.compress(b"[" * (1 << 20)))
-        file.write(packed.compress(f"\n{ERROR}\n".encode()) + packed.flush())
-    assert (tmp_path / name).stat().st_size < 1 << 20
-    program = (
-        "import resource, sys\n"
-        "from harness.tools.diagnose.log_lines import check_readable, raw_lines\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "check_readable(sys.argv[1:])\n"
-        "print(max(number for number, _ in raw_lines(sys.argv[1])))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / name)], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    lines, kilobytes = map(int, done.stdout.split())
-    assert lines == 2 and kilobytes < 64 << 10, done.stderr
 
 
 def test_a_log_that_was_cut_while_it_was_written_begins_with_zeros(tmp_path: Path) -> None:
@@ -160,15 +134,6 @@ def test_a_table_within_a_table_is_not_taken_apart(tmp_path: Path) -> None:
         "RuntimeError: outer",
         json.dumps(rows[1]),
     ]
-
-
-def test_json_lines_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = {"time": 1.5, "rank": 0, "host": "h"}
-    rows = [*[ours | {"event": "ok"}] * 3, ours | {"event": "failed", "error": ERROR}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("it is read whole"))
-    monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("it is read whole"))
-    assert [number for number, _ in raw_lines(str(tmp_path / "a.jsonl"))] == [4]
 
 
 def test_the_message_of_a_row_of_structlog_is_read(tmp_path: Path) -> None:

@@ -222,21 +222,6 @@ def test_any_packet_is_a_message_or_malformed(line: bytes) -> None:
         assert isinstance(parse(line), Message)
 
 
-@pytest.mark.parametrize("wrong", [{"nodes": [{"host": "a", "ranks": [0], "port": 1 << 16}]}, {"own": 1}, {"key": "x"}])
-def test_a_meeting_that_cannot_be_is_malformed(wrong: dict[str, object]) -> None:
-    right = {
-        "say": "peers",
-        "nodes": [{"host": "a", "ranks": [0], "port": 1}],
-        "own": 0,
-        "key": "00",
-        "folder": "runs",
-        "launcher": "a",
-    }
-    assert isinstance(parse(json.dumps(right).encode()), Met)
-    with pytest.raises(MalformedError):
-        parse(json.dumps(right | wrong).encode())
-
-
 PLACE = Place(7, "sync", 1, True)
 KEY = bytes(range(32))
 

@@ -68,13 +68,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
-def test_a_stopped_rank_is_reported_after_the_limit(stand: Stand) -> None:
-    stop(stand.rank)
-    assert stand.look(1, 2, 3, 4, 5) == []
-    assert stand.look(6) == ["stopped"]
-    assert stand.look(7, 8) == ["stopped"]
-
-
 def test_a_stopped_process_of_an_engine_is_reported_with_its_name(stand: Stand) -> None:
     stop(stand.engine)
     name = psutil.Process(stand.engine.pid).name()
