@@ -7,7 +7,6 @@ import pytest
 
 from harness.tools.diagnose.diagnose import Diagnosis, diagnose
 from harness.tools.diagnose.diagnosis_text import as_text
-from harness.tools.diagnose.entries import catalogue
 
 PACKAGES = "/opt/venv/lib/python3.12/site-packages"
 
@@ -201,12 +200,6 @@ def test_a_call_across_releases_points_to_the_bisect(exception: str, tmp_path: P
     if "Engine" not in exception and "sglang" not in exception and "ReqInput" not in exception:
         mine = raised(exception.replace("_launch_subprocesses", "f"), "/app/reward.py score")
         assert "bisect_versions.py" not in said(diagnosed(tmp_path, f"sglang verl\n{mine}"))
-
-
-def test_the_balance_check_is_named_by_release() -> None:
-    fix = catalogue()["tp-memory-imbalance"].fix
-    assert "0.5.7 on: SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0" in " ".join(fix.split())
-    assert "0.5.6.post2: SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK=true" in " ".join(fix.split())
 
 
 SAVER = "[torch_memory_saver.cpp] {} file=csrc/core.cpp func={} line=104\n"
