@@ -26,7 +26,7 @@ class ExitWatch:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.how: str | None = None  # as from how_it_ended
+        self.status: int | None = None  # as waitpid() gives it; None while it is alive, and if nothing tells any more
         self.over = threading.Event()  # set at its end, and if it cannot be watched
         threading.Thread(target=self._wait, name=f"exit of {pid}", daemon=True).start()
 
@@ -34,28 +34,17 @@ class ExitWatch:
         with suppress(OSError):  # it has ended, or this kernel has no pidfd
             descriptor = os.pidfd_open(self.pid)
             select.select([descriptor], [], [])
-            self.how = how_it_ended(self.pid, descriptor)
+            status = wait_status(self.pid)
+            self.status = status_after_reaping(descriptor) if status is None else status
             os.close(descriptor)
         self.over.set()
 
 
-def how_it_ended(pid: int, pidfd: int | None = None) -> str | None:
-    """Return "was killed by SIGKILL" or the like for a process that has ended; None if it is alive, or if nothing tells
-    any more.
-
-    Once its parent has waited for it, only a pidfd tells, and only on Linux 6.15 or later.
-    """
-    status = wait_status(pid)
-    if status is None and pidfd is not None:
-        status = status_after_reaping(pidfd)
-    if status is None:
-        return None
-    number = status & 0x7F
-    if number in list(Signals):
-        return f"was killed by {Signals(number).name}"
-    return (
-        f"was killed by signal {number}" if number else f"ended with exit code {status >> 8}, without an error message"
-    )
+def in_words(status: int) -> str:
+    """Return "was killed by SIGKILL" or the like. status: as waitpid() gives it."""
+    if number := status & 0x7F:
+        return f"was killed by {Signals(number).name if number in list(Signals) else f'signal {number}'}"
+    return f"ended with exit code {status >> 8}, without an error message"
 
 
 def status_after_reaping(pidfd: int) -> int | None:

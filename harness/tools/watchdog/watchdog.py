@@ -37,7 +37,7 @@ from harness.tools.watchdog.channel import (
     WatchdogSettings,
     parse,
 )
-from harness.tools.watchdog.deaths import ExitWatch, MemoryKills, how_it_ended
+from harness.tools.watchdog.deaths import ExitWatch, MemoryKills, in_words
 from harness.tools.watchdog.ending import (
     STORE_LOST_SECONDS,
     TORCHRUN_SECONDS,
@@ -91,12 +91,10 @@ class LocalRank:
         """Return whether it has neither ended nor said that it exits."""
         return not self.gone and self.left is None
 
-    def ended(self) -> str | None:
-        """Return how it ended, in words, or "" if that is not known; None while it is alive."""
-        if self.exit is None or not self.exit.over.is_set():
-            return None
-        how = self.exit.how or how_it_ended(self.pid)
-        return how or (None if self.is_alive() else "")
+    def has_ended(self) -> bool:
+        return (
+            self.exit is not None and self.exit.over.is_set() and (self.exit.status is not None or not self.is_alive())
+        )
 
     def is_alive(self) -> bool:
         return not self.gone and self.process is not None and is_alive(self.process)
@@ -288,7 +286,8 @@ class Watchdog:
                     self._compare_arrival(rank, now)
             case channel.Failed(kind, error, trace):
                 of_engine = [pid for pid, owner in self.cleanup.descendants.rank_of.items() if owner == rank.pid]
-                self._fail(rank, kind, error + self._memory_kill(error, of_engine), traceback=trace)
+                kill = self._memory_kill(of_engine) if "SIGKILL" in error else ""
+                self._fail(rank, kind, error + kill, traceback=trace)
             case channel.Exits(code):
                 rank.left = code
                 if code:
@@ -332,10 +331,10 @@ class Watchdog:
         """See which rank died or hangs and which host is silent; send beats."""
         now = time.monotonic()
         for rank in [each for each in self.ranks if not each.gone]:
-            if (how := rank.ended()) is not None:
+            if rank.has_ended():
                 if not rank.closed:
                     self._hear(rank)  # it may have said goodbye since we last listened
-                self._note_end(rank, how)
+                self._note_end(rank)
             elif rank.due is not None and now > rank.due and rank.left is None and not rank.failed:
                 for pid, owner in self._stopped_now(by_debugger=True).items():  # of any rank on this host
                     self._fail_stopped(pid, owner, rank.limit)
@@ -401,17 +400,21 @@ class Watchdog:
         detail = f"engine process {name_and_pid(process)}" if process else ""
         self._fail(owner, "stopped", detail, seconds=seconds, code=TIMED_OUT)
 
-    def _note_end(self, rank: LocalRank, how: str) -> None:
+    def _note_end(self, rank: LocalRank) -> None:
         rank.gone = True
-        if rank.left is None and not rank.failed:
-            from_outside = any(name in how for name in ("SIGTERM", "SIGINT", "SIGHUP"))
-            if kill := self._memory_kill(how, [rank.pid]):
-                how += f"{kill},"
-            self._fail(rank, "ended" if from_outside else "died" if how else "vanished", how or "died")
+        if rank.left is not None or rank.failed:
+            return
+        status = rank.exit.status if rank.exit else None
+        if status is None:
+            self._fail(rank, "vanished", "died")
+            return
+        kind: Kind = "ended" if status & 0x7F in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) else "died"
+        kill = self._memory_kill([rank.pid]) if status & 0x7F == signal.SIGKILL else ""
+        self._fail(rank, kind, in_words(status) + kill + ("," if kill else ""))
 
-    def _memory_kill(self, how: str, pids: Iterable[int]) -> str:
-        """Return what to add if the kernel's out-of-memory killer ended a rank, or a process of its engine."""
-        evidence = next(filter(None, map(self.memory_kills.killed, pids)), "") if "SIGKILL" in how else ""
+    def _memory_kill(self, pids: Iterable[int]) -> str:
+        """Return what to add if the kernel's out-of-memory killer ended one of these processes."""
+        evidence = next(filter(None, map(self.memory_kills.killed, pids)), "")
         return f", and {evidence}" if evidence else ""
 
     def _fail(self, rank: LocalRank, kind: Kind, error: str = "", **details: Any) -> None:
