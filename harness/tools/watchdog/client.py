@@ -123,6 +123,8 @@ class WatchdogObserver(Observer):
         self._phases = OpenPhases({}, math.inf)
         self._run: RunContext | None = None
         self._line: socket.socket | None = None
+        self._is_first = False
+        """Whether it is the first rank of its torchrun."""
         self._finished = False
         self._answered = threading.Event()
         self._lock = threading.RLock()
@@ -162,7 +164,7 @@ class WatchdogObserver(Observer):
         # Containers with pids of their own may share the folder for temporary files.
         pids = os.stat("/proc/self/ns/pid").st_ino
         name = f"harness-{os.getuid()}-{pids}-{pid}-{started_at(pid)}-{restart}"
-        self._phases = phases
+        self._phases, self._is_first = phases, local_rank == 0
         self._settings = replace(settings, name=name, launcher=pid, is_torchrun=is_torchrun)
         port = _start_watchdog(self._settings) if local_rank == 0 else 0
         os.environ[MARK] = name  # in the environment of the processes that this one starts
@@ -281,7 +283,7 @@ class WatchdogObserver(Observer):
         end_processes(started)
         shared.remove()
         said = f"FAILED: the watchdog of {host} is gone, so rank {self.own.rank} ends too, {place}\n"
-        in_background(lambda: say_twice(said) if self.own.port else say(said), "say")  # a screen may block
+        in_background(lambda: say_twice(said) if self._is_first else say(said), "say")  # a screen may block
         remove_run_folders(self._settings.name)
         time.sleep(max(0.0, until - time.monotonic()))
 
