@@ -6,15 +6,15 @@ words, and a dot stands between words.
 """
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
-from typing import Any, Literal
-
-import msgspec
+from types import UnionType
+from typing import Any, Literal, get_args, get_type_hints
 
 FOLDER = Path(__file__).with_name("catalogue")
 SURROUNDINGS = Path(__file__).with_name("surroundings.toml")
@@ -175,16 +175,27 @@ def catalogue() -> Mapping[str, CatalogueEntry]:
 
 @cache
 def surroundings() -> Surroundings:
-    return msgspec.toml.decode(SURROUNDINGS.read_bytes(), type=Surroundings, dec_hook=_pattern)
+    made: Surroundings = _made(Surroundings, tomllib.loads(SURROUNDINGS.read_text(encoding="utf-8")))
+    return made
 
 
 def read_entry(file: Path) -> CatalogueEntry:
-    """Read one file. Raise CatalogueError, naming file and key; the tests look for keys that there are not."""
+    """Read one file, whose values tests/tools/diagnose checks. Raise CatalogueError, naming file and key."""
     try:
-        return msgspec.toml.decode(file.read_bytes(), type=CatalogueEntry, dec_hook=_pattern)
-    except msgspec.MsgspecError as error:
+        entry: CatalogueEntry = _made(CatalogueEntry, tomllib.loads(file.read_text(encoding="utf-8")))
+        return entry
+    except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:
         raise CatalogueError(f"{file.name}: {error}") from error
 
 
-def _pattern(kind: type[Pattern], value: str) -> Pattern:
-    return kind(value)
+def _made(kind: Any, value: Any) -> Any:
+    """Return a value of a TOML file as this type. Raise KeyError for an unknown key, TypeError for a missing one."""
+    kind = get_args(kind)[0] if isinstance(kind, UnionType) else kind
+    if isinstance(value, list):
+        return tuple(_made(get_args(kind)[0], each) for each in value)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{key: _made(hints[key], each) for key, each in value.items()})  # type: ignore[operator]
+    if isinstance(value, dict):
+        return {key: _made(get_args(kind)[1], each) for key, each in value.items()}
+    return Pattern(value) if kind is Pattern else value
