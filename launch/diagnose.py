@@ -5,8 +5,8 @@
     python launch/diagnose.py rank*.log.gz --json
     kubectl logs job/ppo | python launch/diagnose.py -
 
-Prints the failure's name with a confidence, the lines that show it, how the log ends, its cause and a fix; or "unknown"
-with the first line that looks like a failure and what to look at next; or the last lines, if no failure was recognized.
+Prints the known failure, the lines that show it, how the log ends, its cause and a fix; or "unknown" with the entry that it
+looks like, or else the first line of failure and what to look at next; or the last lines, if no failure was recognized.
 Prefixes of Ray, torchrun, SGLang, vLLM, srun and Kubernetes, and colours, do not matter. Logs are in UTF-8; gzipped
 ones, cut ones too, are read. Exit codes: 0 a known failure, 1 an unknown one, 2 the command line is wrong or a file is
 no log, 3 no failure recognized.
@@ -27,7 +27,7 @@ from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.diagnosis_text import as_json, as_text
 from harness.tools.diagnose.log_lines import check_readable, log_files
 
-EXIT_CODES = {"diagnosed": 0, "unknown": 1, "no failure": 3}
+EXIT_CODES = {"known": 0, "unknown": 1, "no failure": 3}
 
 
 @dataclass(kw_only=True)

@@ -76,7 +76,7 @@ TOOLS = {
     "user_sender": set(),
     "verify": {"engine_class", "environments", "full_size", "preflight", "user_sender"},
     "verl": {"environments"},
-    "watchdog": {"diagnose", "environments", "run_tree"},
+    "watchdog": {"diagnose", "environments", "hosts", "run_tree"},
 }
 """Tools -> the other tools that each may import; the reference is open to all."""
 ONLY_THESE_IMPORT_SGLANG = (

@@ -193,6 +193,6 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 def behaviour(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change how torch, NCCL, CUDA or SGLang behave, with secrets redacted."""
-    return redact.variables(
+    return redact.values(
         {name: environment[name] for name in sorted(environment) if name.startswith(BEHAVIOUR_PREFIXES)}
     )

@@ -1,7 +1,7 @@
 """Keep secrets out of what a run writes: values that go by a secret's name, and known shapes of keys.
 
 Whatever a user may attach to an issue passes through here, except the logs of engines (docs/security.md): tables by
-values(), command lines by words(), the environment by variables(), and what is text already by text(). A redacted value
+values() (the environment is one), command lines by words(), and what is text already by text(). A redacted value
 shows four hex digits of its hash. They show that two ranks have different secrets, and do not help to guess one.
 """
 
@@ -104,10 +104,6 @@ def mark(value: str) -> str:
 
 def variable(name: str, value: str) -> str:
     return mark(value) if _is_secret(name, value) else text(value)
-
-
-def variables(given: Mapping[str, str]) -> dict[str, str]:
-    return {name: variable(name, value) for name, value in given.items()}
 
 
 def words(command: Sequence[str]) -> list[str]:

@@ -135,7 +135,7 @@ def test_help_lists_the_commands_and_each_has_its_own(target: Path, tmp_path: Pa
 def test_commands_find_what_they_read(target: Path, tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text(catalogue()["cpu-payload-authkey"].examples[0]["log"])
     for words, code, said in (
-        (["diagnose", "train.log"], 0, "cpu-payload-authkey (confidence"),
+        (["diagnose", "train.log"], 0, "cpu-payload-authkey: "),
         (["repro", "show", "cpu-payload-authkey"], 0, "catalogue: cpu-payload-authkey"),
         (["full-size", "no-such-model"], 2, "those are deepseek_v3, "),
         (["verify", "--server", "http://127.0.0.1:9", "--weights", "nowhere"], 2, "--weights nowhere is no folder"),

@@ -29,7 +29,7 @@ class Bug:
     says: str = ""
     """A pattern of what the failure must name: the tensor or the cause; "" if nothing in a run can tell."""
     slugs: tuple[str, ...] = ()
-    """Entries of the catalogue that may be named with high confidence; any other one is a wrong name."""
+    """Entries of the catalogue that may be named as known; any other one is a wrong name."""
     unsaid: str = ""
     """A pattern of what a run that passes must not claim."""
     expected: Expected = "caught"

@@ -31,7 +31,7 @@ FAILED = re.compile(r"^rank \d+ FAILED: (\w+): (.*)$", re.MULTILINE)
 DIED = re.compile(r"^FIRST FAILURE: .*? UTC: ()(.*)$", re.MULTILINE)
 WHEN = re.compile(r"^FIRST FAILURE: .* failed ((?:in|after) \w+(?: of step \d+)?)", re.MULTILINE)
 RELEASE = re.compile(r"engine up: sglang (\S+)")
-NAMED = re.compile(r"([\w-]+)`? \(confidence: (\w+)\)")
+NAMED = re.compile(r"\b([Kk]nown as|[Ll]ooks like) `?([\w-]+)`?: ")
 WRONG = ("missed", "did not act", "WRONG NAME", "FALSE ALARM", "hung", "did not start")
 ORDER = (*WRONG, "not named", "caught", "outside", "passes")
 
@@ -58,7 +58,7 @@ class Outcome:
     """The phase and the step of the failure."""
     sentence: str = ""
     names: tuple[str, ...] = ()
-    """Entries of the catalogue that screen, report and launch/diagnose.py name: "SLUG high"."""
+    """Entries of the catalogue that screen, report and launch/diagnose.py name: "known as SLUG"."""
 
     @property
     def verdict(self) -> str:
@@ -72,8 +72,8 @@ class Outcome:
             return "missed" if self.bug.expected == "caught" or claims_too_much else self.bug.expected
         if self.bug.expected == "passes":
             return "FALSE ALARM"
-        right = {f"{slug} high" for slug in self.bug.slugs}
-        if any(name.endswith(" high") and name not in right for name in self.names):
+        right = {f"known as {slug}" for slug in self.bug.slugs}
+        if any(name.startswith("known as ") and name not in right for name in self.names):
             return "WRONG NAME"
         said = "\n".join((self.sentence, *self.names))
         return "caught" if self.bug.says and re.search(self.bug.says, said) else "not named"
@@ -120,7 +120,7 @@ def read_outcome(bug: Bug, screen: str, run: Path, code: int, seconds: float, ti
         exception=exception,
         when=when[1] if when else "",
         sentence=sentence.replace(str(run), "RUN"),
-        names=tuple(sorted({f"{slug} {sure}" for slug, sure in NAMED.findall(said)})) if code else (),
+        names=tuple(sorted({" ".join(found).lower() for found in NAMED.findall(said)})) if code else (),
     )
 
 
@@ -163,7 +163,7 @@ Overrides of every run: {words}. In all: {counted}.
 - caught: it failed, and its words have the tensor or the cause. not named: it failed before the first update, and its
   words say no more than that engine and trainer are further apart than rounding; `launch/mismatch.py`, which they name,
   then looks for the setting or the module.
-- WRONG NAME: a known failure that it is not was named with high confidence.
+- WRONG NAME: a known failure that it is not was named as known.
 
 {table}
 """

@@ -18,11 +18,12 @@ from harness.config.run_folder import write_config
 from harness.config.schema import Config, Engine
 from harness.runtime import processes, redact
 from harness.runtime.events import EventLog
+from harness.runtime.failure import Failure
 from harness.tools.environment_file import command
 from harness.tools.export.program import render
 from harness.tools.export.subject import read_subject
 from harness.tools.report.write_reports import write_reports
-from harness.tools.watchdog.failures import Place, RunFailure
+from harness.tools.watchdog.failures import Place
 from harness.tools.watchdog.verdict import JobView, RunVerdict
 from tests.tools.report.fake_run import fake_run
 
@@ -60,7 +61,7 @@ def test_a_secret_is_told_from_its_name_or_its_shape(name: str) -> None:
 
 
 def test_other_values_stay() -> None:
-    assert redact.variables(PLAIN) == PLAIN
+    assert redact.values(PLAIN) == PLAIN
 
 
 def test_two_secrets_get_different_marks() -> None:
@@ -168,11 +169,11 @@ def planted_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     processes.end_failed(ERROR, ERROR, ERROR, lambda *said: told.extend(said))
     events.fail(*told)
     events.close()
-    failure = RunFailure(
-        kind="exception", time=0.0, host="host0", ranks=(0,), place=Place(9, "sync", 1, True), detail=told[0],
-        trace=tuple(told[1].split("\n")),
+    failure = Failure(
+        kind="exception", time=0.0, host="host0", ranks=(0,), phase="sync", step=1, inside=True, error=told[0],
+        traceback=tuple(told[1].split("\n")),
     )  # fmt: skip
-    view = JobView(now=0.0, world_size=1, places={0: failure.place}, hosts={0: "host0"})
+    view = JobView(now=0.0, world_size=1, places={0: Place(9, "sync", 1, True)}, hosts={0: "host0"})
     verdict = RunVerdict("host0", folder, [failure], view)
     (tools := folder.with_name("tools")).mkdir()
     (tools / "shown").write_text(ERROR)

@@ -2,7 +2,7 @@
 
 Every symptom of the log (symptoms.py) is a candidate, known to the catalogue or not. The best one is a fault that the
 run was told to have ("deliberate"), and then, in this order:
-1. an error that the catalogue knows: of several, those with more than low confidence, and then the earliest;
+1. an error that the catalogue knows for sure, the earliest of several; then one that looks like an entry;
 2. an exception or a crash that nobody knows: then the answer is "unknown"; or a sentence that means the same in every
    program, in a log that shows no more than that: then the earlier of the two;
 3. a line that the catalogue knows and that is no error by itself, such as a warning or a report of how a process ended;
@@ -14,13 +14,10 @@ What was survived is no candidate: a failure that the catalogue knows does not c
 ended the log more than NEAR_LINES after the last failure of its burst, or after steps that went well. It is then only
 "seen as well". A failure after which steps went well, or the run ended well, comes after those without.
 
-How sure a name is:
-- high: an error that only this failure prints ("cause"), with everything that the entry's conditions ask for, and after
-  which nothing shows that the run went on.
-- medium: such an error without all conditions; or one that it usually prints ("likely"), with all of them.
-- low: anything else; everything from a traceback without any frame of SGLang or of a trainer; a line that is no error;
-  a consequence; a sentence outside of its entry's context; and a failure that an unknown exception preceded, which may
-  have led to it.
+A failure is known if an error of its context that only this failure prints ("cause") shows it, or one that it usually
+prints ("likely") together with everything that the entry's conditions ask for. Otherwise it is unknown, and only looks like
+an entry: from a traceback without any frame of SGLang or of a trainer; by a line that is no error; by a consequence; by a
+sentence outside of its entry's context; and after an unknown exception, which may have led to it.
 
 An entry counts only in its context: the log must show SGLang, or a trainer, as the entry asks; a traceback with frames
 of another engine is out of context. A sentence of which the name is true in every program ("elsewhere", or an entry
@@ -35,17 +32,15 @@ from typing import Any, Literal, get_args
 
 from harness.tools.diagnose.entries import OF_SGLANG, CatalogueEntry, Pattern, Role, Signature, catalogue, surroundings
 from harness.tools.diagnose.log_lines import is_of_a_run
-from harness.tools.diagnose.stamps import has_zone, seconds_of
+from harness.tools.diagnose.progress import has_zone, seconds_of
 from harness.tools.diagnose.symptoms import IS_HANDLED, LAST_LINES, MILD, NEAR_LINES, LogFacts, Symptom, read_facts
 from harness.tools.diagnose.tracebacks import Frame, LogLine
 
-Confidence = Literal["low", "medium", "high"]
+Verdict = Literal["known", "unknown", "no failure"]
 
 OF_A_RUN = ("engine", "rl", "trainer", "rollout", "harness")
 """The contexts of a run of this harness, whose logs need not show them."""
-HEADLINE_LINES = 3
-"""So many lines after an exception without a message its message may stand."""
-DELIBERATE, KNOWN, KNOWN_LOW, UNKNOWN_ERROR, NO_ERROR, CONSEQUENCE = range(6)
+DELIBERATE, KNOWN, LOOKS_LIKE, UNKNOWN_ERROR, NO_ERROR, CONSEQUENCE = range(6)
 """Ranks of candidates, the best first; UNKNOWN_ERROR is that of exceptions and crashes that the catalogue does not
 know, and of sentences outside of their entry's context."""
 _WORDS_OF_FAILURE = re.compile(
@@ -60,11 +55,10 @@ class CatalogueMatch:
     """An entry that the log shows."""
 
     entry: CatalogueEntry
-    confidence: Confidence
+    is_known: bool
+    """Whether it is the failure for sure; otherwise the failure only looks like it."""
     evidence: tuple[tuple[Signature, LogLine], ...]
     """The lines that show it, each once; the one that names it comes first."""
-    outside: str = ""
-    """Why the log is not of the entry's context, if only the sentence itself is known; "" within the context."""
 
     @property
     def line(self) -> LogLine:
@@ -75,8 +69,9 @@ class CatalogueMatch:
 class Diagnosis:
     """What some logs show."""
 
-    verdict: Literal["diagnosed", "unknown", "no failure"]
+    verdict: Verdict
     finding: CatalogueMatch | None
+    """The entry that it is, or that it looks like."""
     others: tuple[CatalogueMatch, ...]
     """Other known failures that they show, causes before consequences."""
     suspicious: LogLine | None
@@ -86,7 +81,7 @@ class Diagnosis:
     ending: LogLine | None = None
     """The last failure, unless a line above says the same."""
     doubts: tuple[LogLine, ...] = ()
-    """If nothing was recognized as a failure, the last lines that have words of failure."""
+    """If nothing was recognized as a failure, the last lines that have words of it."""
     last: tuple[LogLine, ...] = ()
     """If nothing was recognized as a failure, the last lines of all."""
     went_on: LogLine | None = None
@@ -116,7 +111,7 @@ class _Candidate:
     symptom: Symptom
     signature: Signature
     line: LogLine
-    confidence: Confidence
+    is_known: bool
     rank: int
     is_outside: bool
     """Whether it counts for its sentence alone, since nothing shows the entry's context."""
@@ -127,7 +122,7 @@ class _Ranking:
 
     def __init__(self, facts: LogFacts) -> None:
         self.facts = facts
-        self.key = _order([*(symptom.line for symptom in facts.symptoms), *facts.doubts, *facts.mild_doubts])
+        self.key = _order([*(symptom.line for symptom in facts.symptoms), *facts.doubts])
         self.by_pattern: dict[Pattern, list[Symptom]] = {}
         for symptom in facts.symptoms:
             for pattern in symptom.matched:
@@ -158,7 +153,7 @@ class _Ranking:
             return Diagnosis("no failure", None, others, None, doubts=self._doubts(), last=tuple(self.facts.last))
         went_on = self.facts.went_on_after(first.line)
         calls = tuple(first.traceback.frames) if first.traceback else ()
-        return Diagnosis("unknown", None, others, first.quoted, calls, self._ending([first.quoted]), went_on=went_on)
+        return Diagnosis("unknown", None, others, first.line, calls, self._ending([first.line]), went_on=went_on)
 
     def _badness(self, candidate: _Candidate) -> tuple[Any, ...]:
         """Return a sort key. Of one line, the entry whose context the log shows comes before the general one."""
@@ -178,34 +173,23 @@ class _Ranking:
             s.pattern for entry in catalogue().values() for s in entry.signatures if s.role in ("cause", "likely")
         }
         known = [each.line for each in self.facts.symptoms if not telling.isdisjoint(each.own)]
-        return tuple(sorted({*self.facts.doubts, *self.facts.mild_doubts, *known[-LAST_LINES:]}, key=self.key))
+        return tuple(sorted({*self.facts.doubts, *known[-LAST_LINES:]}, key=self.key))
 
     def _diagnosed(self, chosen: _Candidate, error: Symptom | None) -> Diagnosis:
-        confidence = chosen.confidence
-        went_on = self.facts.went_on_after(chosen.line)
-        if went_on and confidence == "high":
-            confidence = "medium"
-        if any(self._led_to(each, chosen) for each in self.errors):
-            confidence = "low"
-        match = self._match(chosen, confidence)
+        is_known = chosen.is_known and not any(self._led_to(each, chosen) for each in self.errors)
+        match = self._match(chosen, is_known)
         suspicious = self._before(chosen, error)
         shown = [line for _, line in match.evidence] + ([suspicious] if suspicious else [])
         others, ending = self._others(chosen), self._ending(shown)
-        return Diagnosis("diagnosed", match, others, suspicious, ending=ending, went_on=went_on)
+        went_on = self.facts.went_on_after(chosen.line)
+        verdict: Verdict = "known" if is_known else "unknown"
+        return Diagnosis(verdict, match, others, suspicious, ending=ending, went_on=went_on)
 
     def _before(self, chosen: _Candidate, error: Symptom | None) -> LogLine | None:
-        """Return an unknown line before the candidate that may have caused it.
-
-        Of a consequence, that may be any error line, and at worst one that only has words of failure.
-        """
+        """Return an unknown line before the candidate that may have caused it: of a consequence, any error line."""
         lines = [each for each in self.unknown if each.is_error or each.traceback is None]
-        first = error or (self._first(lines) if chosen.entry.consequence else None)
-        if first and self.key(first.line) > self.key(chosen.line) and chosen.entry.consequence:
-            first = self._first(lines)
-        if first and self._is_before(first.line, chosen.line) and not _is_headline(first.line, chosen.line):
-            return first.quoted
-        doubts = self.facts.doubts if chosen.entry.consequence else []
-        return next((each for each in doubts if self._is_before(each, chosen.line)), None)
+        first = self._first(lines) if chosen.entry.consequence else error
+        return first.line if first and self._is_before(first.line, chosen.line) else None
 
     def _is_before(self, line: LogLine, other: LogLine) -> bool:
         """Return whether a line stands before the other, and is not later by its own clock: some logs begin with the
@@ -218,7 +202,7 @@ class _Ranking:
     def _others(self, chosen: _Candidate | None) -> tuple[CatalogueMatch, ...]:
         others = [each for each in self.candidates.values() if chosen is None or each.line != chosen.line]
         others.sort(key=lambda each: (each.entry.consequence, self.key(each.line)))
-        return tuple(self._match(each, each.confidence if chosen else "low") for each in others)
+        return tuple(self._match(each, is_known=False) for each in others)
 
     def _candidates(self, entry: CatalogueEntry) -> Iterator[_Candidate]:
         """Yield all symptoms that the entry explains, unless a line speaks against it."""
@@ -232,10 +216,10 @@ class _Ranking:
     def _candidate(self, entry: CatalogueEntry, signature: Signature, symptom: Symptom, line: LogLine) -> _Candidate:
         is_mild = _is_mild(signature, symptom, line)
         is_report = line is symptom.line and not symptom.own.isdisjoint(surroundings().wrappers)
-        confidence = self._confidence(entry, signature)
         is_outside = not signature.anywhere and not self._is_in_context(entry, signature, symptom)
-        if entry.consequence or is_mild or is_outside or (not signature.anywhere and _is_of_strangers(entry, symptom)):
-            confidence = "low"
+        is_strange = is_outside or (not signature.anywhere and _is_of_strangers(entry, symptom))
+        has_all = bool(entry.conditions) and all(pattern in self.facts.lines for pattern in entry.conditions)
+        is_known = not (entry.consequence or is_mild or is_strange) and (signature.role == "cause" or has_all)
         if entry.deliberate:
             rank = DELIBERATE
         elif entry.consequence:
@@ -245,15 +229,8 @@ class _Ranking:
         elif is_outside:
             rank = UNKNOWN_ERROR
         else:
-            rank = KNOWN_LOW if confidence == "low" else KNOWN
-        return _Candidate(entry, symptom, signature, line, confidence, rank, is_outside)
-
-    def _confidence(self, entry: CatalogueEntry, signature: Signature) -> Confidence:
-        """Return it as far as the entry's conditions decide."""
-        has_all = all(pattern in self.facts.lines for pattern in entry.conditions or ())
-        if signature.role == "cause":
-            return "high" if entry.conditions is not None and has_all else "medium"
-        return "medium" if entry.conditions and has_all else "low"
+            rank = KNOWN if is_known else LOOKS_LIKE
+        return _Candidate(entry, symptom, signature, line, is_known, rank, is_outside)
 
     def _lines(self, entry: CatalogueEntry, signature: Signature) -> list[tuple[Symptom, LogLine]]:
         """Return the symptoms with a line that shows the signature, in the entry's context if that matters."""
@@ -294,7 +271,7 @@ class _Ranking:
             return "distributed" in entry.context
         return not self.facts.contexts.isdisjoint(entry.context)
 
-    def _match(self, candidate: _Candidate, confidence: Confidence) -> CatalogueMatch:
+    def _match(self, candidate: _Candidate, is_known: bool) -> CatalogueMatch:
         """Return the entry with the first line of each of its signatures, the candidate's own before all."""
         entry, shown = candidate.entry, {candidate.line: candidate.signature}
         for signature in sorted(entry.signatures, key=lambda each: get_args(Role).index(each.role)):
@@ -303,20 +280,7 @@ class _Ranking:
             if first and first.text not in {each.text for each in shown}:
                 shown[first] = signature
         evidence = tuple((signature, line) for line, signature in shown.items())
-        return CatalogueMatch(entry, confidence, evidence, self._outside(candidate))
-
-    def _outside(self, candidate: _Candidate) -> str:
-        """Return why the log is not of the entry's context; "" if it is, or if the entry needs none."""
-        if not candidate.is_outside or not candidate.entry.context:
-            return ""
-        around = surroundings()
-        is_others = candidate.symptom.packages & set(around.other_engine_packages)
-        if is_others or (
-            "engine" not in self.facts.contexts and any(each in self.facts.lines for each in around.other_engines)
-        ):
-            return "the log is of another engine"
-        has_engine = "engine" in self.facts.contexts
-        return "its traceback has no frame of SGLang" if has_engine else "the log does not show SGLang"
+        return CatalogueMatch(entry, is_known, evidence)
 
     def _was_survived(self, candidate: _Candidate) -> bool:
         """Return whether an unknown exception ended the file, long after it or after steps that went well.
@@ -338,7 +302,7 @@ class _Ranking:
         """Return whether an unknown exception came before it, in the same burst of failures."""
         own, line = candidate.symptom, candidate.line
         is_before = unknown.file == own.file and own.burst <= unknown.line.number < line.number
-        return is_before and unknown is not own and not _is_headline(unknown.line, line)
+        return is_before and unknown is not own
 
     def _first(self, symptoms: Iterable[Symptom]) -> Symptom | None:
         return min(symptoms, key=lambda each: self.key(each.line), default=None)
@@ -351,11 +315,9 @@ class _Ranking:
         own = [each for each in self.failures if each.own.isdisjoint(surroundings().wrappers)]
         worse = [each for each in own if each.is_error]
         last = next((some[-1] for some in (worse, own, self.failures) if some), None)
-        return (
-            None
-            if last is None or any(last.has(line) or line.text == last.line.text for line in shown)
-            else last.quoted
-        )
+        if last is None or any(last.has(line) or line.text == last.line.text for line in shown):
+            return None
+        return last.line
 
 
 def _is_mild(signature: Signature, symptom: Symptom, line: LogLine) -> bool:
@@ -371,12 +333,6 @@ def _is_of_strangers(entry: CatalogueEntry, symptom: Symptom) -> bool:
     if not symptom.has_whole_traceback or "distributed" in entry.context:
         return False
     return not symptom.packages & {"sglang", "harness", *surroundings().trainer_packages}
-
-
-def _is_headline(exception: LogLine, line: LogLine) -> bool:
-    """Return whether the line is the message of that exception, whose own line has none."""
-    apart = line.number - exception.number
-    return exception.text.endswith("Error:") and line.file == exception.file and apart <= HEADLINE_LINES
 
 
 def _order(lines: Sequence[LogLine]) -> Callable[[LogLine], tuple[float, int, int]]:

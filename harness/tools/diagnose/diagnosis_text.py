@@ -15,7 +15,6 @@ NOTHING_SEEN = (
     "no exception, no crash and no words of failure, except in settings, counters and messages known as harmless"
 )
 WENT_ON = "The log goes on well after this failure: the run survived it, or was started again."
-OUTSIDE = "The name is that of the sentence alone: {}. Read cause and fix with that in mind."
 
 
 def as_text(found: Diagnosis) -> str:
@@ -25,10 +24,8 @@ def as_text(found: Diagnosis) -> str:
     lines = ["unknown: no known failure explains what this log shows"]
     if found.finding:
         entry = found.finding.entry
-        lines = [f"{entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
+        lines = [("" if found.finding.is_known else "unknown, ") + named(found.finding)]
         lines += [f"  {signature.role + ':':<7} {_shown(line)}" for signature, line in found.finding.evidence]
-        if found.finding.outside:
-            lines.append(_paragraph("note", OUTSIDE.format(found.finding.outside)))
         if entry.consequence:
             why = "perhaps from the line before it" if found.suspicious else "which these logs do not show"
             lines.append(f"  This is a consequence: something else failed first, {why}.")
@@ -74,26 +71,27 @@ def next_step(found: Diagnosis) -> str:
     return "Give the logs of all ranks and of the engine: the first failure may be in another file."
 
 
+def named(finding: CatalogueMatch) -> str:
+    return f"{'known as' if finding.is_known else 'looks like'} {finding.entry.slug}: {finding.entry.title}"
+
+
 def in_brief(found: Diagnosis) -> list[str]:
     """Return name, cause, fix, versions and a link, for a verdict that has already told what happened."""
     if not found.finding:
         return ["no known failure of the catalogue"] if found.verdict == "unknown" else []
     entry = found.finding.entry
-    known = "the log shows only a consequence, " if entry.consequence else "known as "
-    lines = [f"{known}{entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
+    lines = [named(found.finding)]
     lines += [line for paragraph in _explained(entry) for line in paragraph.splitlines()]
     return [*lines, *(_paragraph("link", link) for link in entry.links[:1])]
 
 
 def as_json(found: Diagnosis) -> str:
-    """Return the same as JSON: slug is null if the failure is unknown; also has the other known failures."""
+    """Return the same as JSON. slug: of the entry that it is, or that it looks like; also has the others."""
     finding = found.finding
     values: dict[str, Any] = {
         "verdict": found.verdict,
         "slug": finding.entry.slug if finding else None,
-        "confidence": finding.confidence if finding else None,
         "consequence": finding.entry.consequence if finding else None,
-        "outside": (finding.outside or None) if finding else None,
         "evidence": _evidence(finding) if finding else [],
         "suspicious": _line(found.suspicious) if found.suspicious else None,
         "ending": _line(found.ending) if found.ending else None,

@@ -93,7 +93,7 @@ class Signature:
     pattern: Pattern
     near: Pattern | None = None  # must match another line of the process, in the same traceback or nearby
     anywhere: str = ""  # why it counts in any context: no other program can print it
-    elsewhere: str = ""  # why the name is true of it in other programs too: there it counts with low confidence
+    elsewhere: str = ""  # why the name is true of it in other programs too: there the failure looks like it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +132,9 @@ class CatalogueEntry:
     quotation."""
     context: tuple[str, ...]
     """Names of surroundings.toml; the log must show one of them, since other programs print the same sentences.
-    (): cause and fix are the same in every program; it counts in each, with low confidence, after all other entries."""
-    conditions: tuple[Pattern, ...] | None = None
-    """What else a log must show for high confidence. (): nothing; None: no log can show it, so medium is the most."""
+    (): cause and fix are the same in every program; a failure of any program looks like it."""
+    conditions: tuple[Pattern, ...] = ()
+    """What else a log must show for a line that this failure usually prints ("likely") to name it for sure."""
     links: tuple[str, ...] = ()
     consequence: bool = False  # it follows from another failure: named only if nothing else is known
     deliberate: bool = False  # somebody asked for it: named before all other failures

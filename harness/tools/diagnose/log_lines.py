@@ -3,11 +3,9 @@
 import gzip
 import io
 import json
-import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, repeat
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -15,7 +13,6 @@ from harness.tools.diagnose.tracebacks import LogLine, log_line, without_colours
 
 STDIN = "-"
 GZIP = b"\x1f\x8b"
-TAR, TAR_AT = b"ustar", 257
 HEAD_BYTES = 1024
 LONGEST_LINE = 1 << 16  # bytes; a longer line is read in pieces
 LARGEST_JSON = 1 << 23  # bytes of a .json file that is read as one table; of a larger one each line is read as text
@@ -24,11 +21,6 @@ _FAILURE_KEYS = (
     "error", "traceback", "detail", "text", "said", "message", "msg", "log", "exception", "exc_info", "stack",
 )  # fmt: skip
 """Keys whose values in JSON lines, ours and others', describe a failure."""
-_LEVEL_KEYS = ("level", "levelname", "severity", "log_level")
-_LEVELS = {
-    "ERROR": "ERROR", "ERR": "ERROR", "FATAL": "CRITICAL", "CRITICAL": "CRITICAL", "PANIC": "CRITICAL",
-    "WARNING": "WARNING", "WARN": "WARNING", "INFO": "INFO", "DEBUG": "DEBUG",
-}  # fmt: skip
 INJECTED = "injected"
 """The event of a fault that the run was told to have."""
 _OF_OUR_EVENTS = {"event", "rank", "host", "time"}
@@ -60,21 +52,20 @@ def log_files(paths: Sequence[str]) -> list[str]:
 def check_readable(files: Sequence[str]) -> None:
     """Raise ValueError for a file that is empty or is not text in UTF-8, about which no answer would mean anything."""
     for file in files:
-        name, is_packed = "standard input" if file == STDIN else file, False
+        name = "standard input" if file == STDIN else file
         if file == STDIN:
             head = cast(Any, sys.stdin.buffer).peek(HEAD_BYTES)[:HEAD_BYTES]
-            is_packed = head.startswith(GZIP)
+            head = b"packed" if head.startswith(GZIP) else head
         elif Path(file).is_file():  # of a pipe, what is read here would be lost
             with _opened(file) as text:
                 head = text.read(HEAD_BYTES)
-            is_packed = head[TAR_AT : TAR_AT + len(TAR)] == TAR  # of logs, whose lines can be read
         else:
             continue
         if not head:
             raise ValueError(f"{name} is empty; give a log.")
-        if b"\0" in head.lstrip(b"\0") and not is_packed:
+        if b"\0" in head.lstrip(b"\0"):
             raise ValueError(
-                f"{name} is not text in UTF-8; convert it, such as with `iconv -f UTF-16 -t UTF-8`, or give a log."
+                f"{name} is not text in UTF-8; unpack an archive, convert a text, such as with `iconv -f UTF-16 -t UTF-8`."
             )
 
 
@@ -109,19 +100,9 @@ def _lines_of_table(number: int, chunk: bytes) -> Iterator[tuple[int, bytes]]:
     if table.get("event") == INJECTED:
         texts.append(f"{INJECTED}: {table.get('fault')}")
     if texts or table.keys() >= _OF_OUR_EVENTS:
-        for prefix, text in zip(chain([_prefix_of(table)], repeat("")), texts, strict=False):
-            yield number, uncoloured(f"{prefix}{text}".encode(errors="replace"))
+        yield from ((number, uncoloured(text.encode(errors="replace"))) for text in texts)
     else:
         yield number, uncoloured(chunk)
-
-
-def _prefix_of(table: Mapping[str, Any]) -> str:
-    """Return logger and level of a row as hydra writes them, a prefix that every reader of log lines knows; ""
-    without.
-    """
-    level = next((found for key in _LEVEL_KEYS if (found := _LEVELS.get(str(table.get(key)).upper()))), "")
-    logger = next((str(table[key]) for key in ("logger", "name", "logger_name") if table.get(key)), "log")
-    return f"[{re.sub(r'[^0-9A-Za-z_.]', '_', logger)}][{level}] - " if level else ""
 
 
 def _table_of(chunk: bytes) -> Mapping[str, Any]:

@@ -13,10 +13,9 @@ from functools import cache
 from typing import Literal
 
 from harness.tools.diagnose.entries import TABLE, Pattern, catalogue, surroundings
-from harness.tools.diagnose.kernel_kills import VICTIM, deaths_of_others
 from harness.tools.diagnose.log_lines import raw_lines
 from harness.tools.diagnose.progress import LONGEST_STEP, WORDS_OF_PROGRESS, Progress
-from harness.tools.diagnose.tracebacks import HEADER, LogLine, Traceback, TracebackReader, log_line
+from harness.tools.diagnose.tracebacks import LogLine, Traceback, TracebackReader, exception_name, log_line
 
 Kind = Literal["exception", "crash", "complaint", "line"]
 """How a symptom looks: an exception, a death below Python, an error line, or a line that only the catalogue knows."""
@@ -27,13 +26,11 @@ MESSAGE_LINES = 12
 """So many lines after an exception may be of its message."""
 CODE_LINES = 3
 """So many lines after a line of code its exception may stand: the markers of Python stand between."""
-HEADING_LINES = 3
-"""So many lines after a heading, such as "Last error:", stands what it announces."""
 LINES_APART = 50
 """Of lines of one process that match the same pattern, the next one that is kept is so many lines away."""
 MOST_TEXTS = 1000
 """After so many symptoms of a file, those that begin alike up to the first colon count as the same."""
-LAST_LINES = 3  # of the log, and so many of the lines in doubt
+LAST_LINES = 3  # of the log, and so many of the lines with words of failure
 
 WORDS = frozenset(
     b"traceback error fatal failed fails failure failing killed oom segmentation terminate terminated dumped panic"
@@ -45,9 +42,6 @@ WORDS = frozenset(
 )
 """Each line that looks like a failure has one of these words (in any case), or a part that _may_fail looks for."""
 
-_EXCEPTION = re.compile(
-    r"(?:[a-z_]\w*\.)*(?:[A-Z]\w*(?:(?:Error|Exception)(?:_\w+)?|Failure|Expired|Interrupt|Refused|Failed|Arrive|Died)|Exception|SystemExit)\b(?:\(|:|$)"
-)
 _CRASH = re.compile(
     r"Fatal Python error|Segmentation fault|terminate called|core dumped|^Killed$|Out of memory: Killed|oom-?kill"
     r"|CUDA error:|\bpanic: |panicked at|\bSIG(?:KILL|SEGV|ABRT|BUS)\b|signal 9\b|INTERNAL ASSERT FAILED|FIRST FAILURE:"
@@ -74,12 +68,7 @@ IS_HANDLED = re.compile(
     r"expected|fall(?:ing)? ?back|ignor|skipp|silence|to avoid|retr(?:y|ies)|instead|disabled|optional|\bno error|\b[01]\.\d+ ?$",
     re.IGNORECASE,
 )
-_DOUBT = re.compile(
-    rf"(?<![\w=./-]){_FAILS}(?![\w=/-]|\.[\w/])|(?<![\w=./-])(?<!=['\"])(?:[Ee]rror|[Tt]imeout|[Ff]ails|[Ss]tuck|[Hh]ang|[Cc]orrupt(?:ed)?)(?![\w=/-]|\.[\w/]|\w*\W{{1,2}}[\d\[{{])"
-)
-"""Words of failure in a sentence; those of settings and counters, such as "timeout=300" and "errors: 0", do not
-count."""
-_MILD_DOUBT = re.compile(
+_WORDS_OF_FAILURE = re.compile(
     r"""(?<![\w=./-])(?<!=['"])(?:fail(?:ed|s|ure|ures|ing)?|errors?|exceptions?|crash(?:e[sd])?|timed ?out|timeout|time-out|refused|denied|unreachable"""
     r"|abort(?:ed)?|killed|died|dead|hang|stuck|broken|corrupt(?:ed)?|terminated|unable|invalid|cannot|could ?n[o']t|out of memory"
     r"|mismatch|missing|unrecognized|unsupported|incompatible|undefined|rejected|lost|unexpected(?:ly)?|giving up"
@@ -89,11 +78,20 @@ _MILD_DOUBT = re.compile(
     r"|\b(?-i:(?:[A-Z]\w*)?(?:Error|Exception))\b(?!=)|\b(?-i:[A-Z]+_ERROR_[A-Z])|\bNCCL WARN\b|\b__terminate\b",
     re.IGNORECASE,
 )
-"""The same for any line: of warnings, of source code, and of what a program did without."""
+"""Words of failure in a sentence; those of settings and counters, such as "timeout=300" and "errors: 0", do not
+count."""
 _TORCH_ERROR = re.compile(r"\[E\d{3,4} \d\d:\d\d:\d\d|\[E [^\]]*?\w\.(?:cpp|cc|cu|hpp|h):\d+\]")
 # A logger says that the line is no failure: healthy runs print such lines too.
 MILD = re.compile(r"(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b|\b[A-Z]?\w*Warning: |\[[WI]\d{3,4} \d\d:")
 _RANKS = re.compile(r"(?:^| )(?:TP|DP|PP|EP)\d+(?: |$)")  # in the prefix of SGLang's schedulers
+_VICTIM = re.compile(
+    r"Kill(?:ed)? process (?P<pid>\d+),? \((?P<name>[^)]{0,64})\)|reaped process (?P<reaped>\d+) \((?P<of>[^)]{0,64})\)"
+    r"|oom-kill:constraint=.{0,2000}?\btask=(?P<task>.{0,64}?),pid=(?P<of_task>\d+)"
+    r"|(?<!\S)(?P<asked>\S{1,64}) invoked oom-killer\b"
+)
+"""The kernel's sentences about a process that it killed for want of memory; "asked" is only the one that asked for
+some."""
+_PID = re.compile(r"\b(?:pid\W{0,3}|[Pp]rocess )(\d+)\b")
 _INSTALLED = re.compile(
     r"(?:.*/)?(?:(?:site|dist)-packages|lib(?:64)?/python3(?:\.\d+)?(?!/(?:site|dist)-packages/))/([^/]+)"
 )
@@ -118,8 +116,6 @@ class Symptom:
     """The patterns that `line` itself matches."""
     burst: int = 0
     """Number of the line with which its burst of failures begins: of those without a pause of NEAR_LINES."""
-    announced: LogLine | None = None
-    """If its line is a heading, such as "RuntimeError:", the line that says what it announces."""
 
     @property
     def is_error(self) -> bool:
@@ -132,18 +128,7 @@ class Symptom:
     @property
     def ends(self) -> int:
         """The number of the last line that may be of its message."""
-        return self.line.number + (MESSAGE_LINES if self.is_error else HEADING_LINES if self.is_heading else 0)
-
-    @property
-    def is_heading(self) -> bool:
-        return self.line.text.endswith(":")
-
-    @property
-    def quoted(self) -> LogLine:
-        """Its line, followed by what it announces."""
-        if self.announced is None:
-            return self.line
-        return replace(self.line, whole=f"{self.line.whole} {self.announced.text.strip()}")
+        return self.line.number + (MESSAGE_LINES if self.is_error else 0)
 
     @property
     def packages(self) -> set[str]:
@@ -193,9 +178,6 @@ class LogFacts:
     """The contexts of surroundings.toml that the files show."""
     doubts: list[LogLine] = field(default_factory=list)
     """The last lines of each file that have words of failure and no form that is known."""
-    mild_doubts: list[LogLine] = field(default_factory=list)
-    """The same of lines that do not say that the program failed, such as warnings, and of tracebacks without an
-    exception."""
     last: list[LogLine] = field(default_factory=list)
     """The last lines of the last file that has any, without empty ones."""
     progress: list[Progress] = field(default_factory=list)
@@ -206,12 +188,10 @@ class LogFacts:
         return next(filter(None, (each.after(line) for each in self.progress)), None)
 
     def set_others_aside(self) -> None:
-        """Take the kernel's sentences about the deaths of other programs for mild doubts: they are no failures of the
-        run.
-        """
-        others = deaths_of_others([each.line for each in self.symptoms])
+        """Take the kernel's sentences about the deaths of other programs for no failures of the run."""
+        others = _deaths_of_others([each.line for each in self.symptoms])
         self.symptoms = [each for each in self.symptoms if each.line not in others]
-        self.mild_doubts += sorted(others, key=lambda line: line.number)[-LAST_LINES:]
+        self.doubts += sorted(others, key=lambda line: line.number)[-LAST_LINES:]
 
 
 def read_facts(files: Sequence[str]) -> LogFacts:
@@ -250,7 +230,6 @@ def read_facts(files: Sequence[str]) -> LogFacts:
         facts.symptoms += scanner.symptoms()
         facts.progress.append(progress)
         facts.doubts += scanner.doubts
-        facts.mild_doubts += scanner.mild_doubts
         facts.last = [_line_of(number, raw, file) for number, raw in last] or facts.last
     shown = {
         name for name, patterns in surroundings().contexts.items() if any(each in facts.lines for each in patterns)
@@ -284,7 +263,7 @@ def _index() -> _Index:
     around, entries = surroundings(), catalogue().values()
     placed = {each for entry in entries for s in entry.signatures for each in (s.pattern, s.near) if each}
     contexts = {each for patterns in around.contexts.values() for each in patterns}
-    in_prefixes = contexts.union(around.other_engines, *(entry.conditions or () for entry in entries))
+    in_prefixes = contexts.union(around.other_engines, *(entry.conditions for entry in entries))
     by_word: dict[bytes, list[Pattern]] = {}
     for pattern in placed.union(in_prefixes, around.harmless, around.wrappers, around.consequences):
         by_word.setdefault(pattern.word, []).append(pattern)
@@ -306,7 +285,6 @@ class _Scanner:
         self._first: dict[tuple[object, ...], Symptom] = {}
         self._last: dict[tuple[object, ...], Symptom] = {}
         self.doubts = deque[LogLine](maxlen=LAST_LINES)
-        self.mild_doubts = deque[LogLine](maxlen=LAST_LINES)
         self._pending: list[Symptom] = []  # the latest ones, whose messages may go on
         self._burst = 0  # number of the first line of the latest burst of failures
         self._failed_until = -NEAR_LINES  # number of its last line
@@ -318,7 +296,6 @@ class _Scanner:
     def read(self, line: LogLine, matched: frozenset[Pattern], may_fail: bool) -> None:
         """Look at one line, at the patterns that match it, and at whether it has words of failure at all."""
         self._keep(before=line.number)
-        self._announce(line)
         ended = self._reader.read(line)
         for each in ended:
             self._add_traceback(each, line, matched)
@@ -345,31 +322,13 @@ class _Scanner:
     def _look(self, line: LogLine, matched: frozenset[Pattern], may_fail: bool) -> None:
         kind = _kind(line)
         earlier = next((each for each in reversed(self._pending) if each.may_have_in_message(line)), None)
-        if kind is None and earlier and not VICTIM.search(line.text):
+        if kind is None and earlier and not _VICTIM.search(line.text):
             for pattern in matched:
                 earlier.matched.setdefault(pattern, line)
         elif kind or not matched.isdisjoint(_signature_patterns()):
             self._add(Symptom(line, kind or "line", self._file, matched=dict.fromkeys(matched, line), own=matched))
-        if kind is None and may_fail:
-            self._doubt(line, is_known=bool(earlier or matched))
-
-    def _doubt(self, line: LogLine, is_known: bool) -> None:
-        """Keep a line with words of failure; as a mild doubt if the catalogue or a logger knows it as less than a
-        failure.
-        """
-        is_mild = is_known or MILD.search(line.whole) or IS_HANDLED.search(line.text)
-        if not is_mild and _DOUBT.search(line.text):
+        if kind is None and may_fail and _WORDS_OF_FAILURE.search(line.text):
             self.doubts.append(line)
-        elif _MILD_DOUBT.search(line.text):
-            self.mild_doubts.append(line)
-
-    def _announce(self, line: LogLine) -> None:
-        """Give the latest heading the line that follows it."""
-        each = self._pending[-1] if self._pending else None
-        if each and each.is_heading and each.announced is None and line.text.strip() and HEADER not in line.text:
-            apart = line.number - each.line.number
-            if apart <= HEADING_LINES and each.line.process == line.process and line.file == each.line.file:
-                each.announced = line
 
     def _add_traceback(self, found: Traceback, line: LogLine | None, matched: frozenset[Pattern]) -> None:
         inside = self._inside.pop(id(found), {})
@@ -379,7 +338,7 @@ class _Scanner:
         if found.is_ignored or not (own | opening).isdisjoint(surroundings().harmless):
             return
         if not (found.last or found.has_header):
-            self.mild_doubts.append(replace(last, whole=f"{last.whole} ... {found.lines[-1].strip()}"))
+            self.doubts.append(replace(last, whole=f"{last.whole} ... {found.lines[-1].strip()}"))
             return
         # A stack that a program only printed, such as after a timeout, says less than the sentence that explains it.
         kind: Kind = "complaint" if not found.last else "crash" if found.is_crash else "exception"
@@ -415,7 +374,7 @@ def _is_code_of(earlier: Symptom, symptom: Symptom) -> bool:
 
 def _kind(line: LogLine) -> Kind | None:
     """Return how a line outside of tracebacks looks; None if not like a failure."""
-    if _EXCEPTION.match(line.text):
+    if exception_name(line.text):
         return "exception"
     if _CRASH.search(line.text):
         return "crash"
@@ -424,3 +383,24 @@ def _kind(line: LogLine) -> Kind | None:
         return "complaint"
     may = _MAY_BE_COMPLAINT.search(line.text) and not (MILD.search(line.whole) or IS_HANDLED.search(line.text))
     return "complaint" if may or _COMPLAINT.search(line.text) or _TORCH_ERROR.search(line.whole) else None
+
+
+def _deaths_of_others(lines: Sequence[LogLine]) -> set[LogLine]:
+    """Return those of the lines in which the kernel speaks of another program's death.
+
+    A process may be the run's by its name, or because a line that is not the kernel's names its pid.
+    """
+    victims = {line: found for line in lines if (found := _VICTIM.search(line.text))}
+    of_run = {pid for line in lines if line not in victims for pid in _PID.findall(line.whole)}
+    with_victims = {line.file for line, found in victims.items() if not found["asked"]}
+    return {
+        line
+        for line, found in victims.items()
+        if (found["asked"] and line.file in with_victims) or not _may_be_of_run(found, of_run)
+    }
+
+
+def _may_be_of_run(found: re.Match[str], of_run: set[str]) -> bool:
+    name = found["name"] or found["of"] or found["task"] or found["asked"] or ""
+    pid = found["pid"] or found["reaped"] or found["of_task"]
+    return not name or pid in of_run or any(each.regex.search(name) for each in surroundings().programs)

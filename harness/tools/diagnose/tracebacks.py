@@ -8,7 +8,6 @@ it before the first line of a traceback only, so a line without a prefix continu
         print(found.process, found.exception, found.frames[-1:])
 """
 
-import builtins
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -68,10 +67,11 @@ _MARKER = re.compile(r"[\s~^]*$|\s*\[Previous line repeated")
 _CRASH = re.compile(r"Fatal Python error: |terminate called after throwing an instance of ")
 _STACK = re.compile(r"(Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\)")
 _END_OF_CRASH = ("Extension modules:", "Aborted", "Segmentation fault")
-_LAST_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\(\w+\))?(:(?:\s.*)?)?(?: \[repeated \d+x.*)?$")
-_CLASS_OF_ERROR = re.compile(
-    r"(?:(?:Error|Exception)(?:_\w+)?|ExceptionGroup|Interrupt|Exit|Failure|Failed|Refused|Died|Expired)$"
+_NAME = re.compile(
+    r"(?:[A-Za-z_]\w*\.)*(_*[A-Z]\w*(?:(?:Error|Exception)(?:_\w+)?|ExceptionGroup|Interrupt|Exit|Failure|Failed|Refused"
+    r"|Arrive|Died|Expired)|Exception(?:Group)?|StopIteration|StopAsyncIteration)(?=\(|:|$| \[repeated )"
 )
+_LAST_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\(\w+\))?(:(?:\s.*)?)?(?: \[repeated \d+x.*)?$")
 _RESOURCE_TRACKER = "multiprocessing/resource_tracker.py"
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 
@@ -192,18 +192,19 @@ def _is_of_resource_tracker(found: Traceback) -> bool:
     )
 
 
-def _is_exception(text: str) -> bool:
-    """Return whether a line begins with the class of an exception, unlike "Loading: 50%"."""
-    match = _LAST_LINE.match(text)
-    if match is None:
+def exception_name(line: str) -> str:
+    """Return the class name of the exception that a line tells, without its module; "" if it tells none."""
+    match = _NAME.match(line)
+    return match[1] if match else ""
+
+
+def _ends_traceback(text: str) -> bool:
+    """Return whether a line below frames begins with the class of an exception, unlike "Loading: 50%"."""
+    if (match := _LAST_LINE.match(text)) is None:
         return False
-    name, last = match[1], match[1].rpartition(".")[2]
-    if last.endswith("Warning"):
-        return False
-    own = getattr(builtins, name, None)
-    is_own = isinstance(own, type) and issubclass(own, BaseException)
-    is_dotted_class = last != name and last[:1].isupper() and not last.isupper()
-    return is_own or is_dotted_class or bool(_CLASS_OF_ERROR.search(last))
+    last = match[1].rpartition(".")[2]
+    is_dotted_class = last != match[1] and last[:1].isupper() and not last.isupper()  # of any name: queue.Empty
+    return (is_dotted_class and not last.endswith("Warning")) or exception_name(text) != ""
 
 
 @dataclass(slots=True, eq=False)
@@ -278,7 +279,7 @@ class TracebackReader:
         found, text = current.found, line.text
         if not text[: current.indent].strip():
             text = text[current.indent :]
-        is_last = _is_exception(text)
+        is_last = _ends_traceback(text)
         if frame := _FRAME.match(text):
             found.frames.append(_frame(frame))
         elif text[:1] in ("", " ", "\t"):

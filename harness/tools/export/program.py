@@ -172,7 +172,7 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
     )
     missing = missing_tensors(subject.seen)
     seen = subject.seen
-    has_own_failure = bool(seen and seen.code and seen.kind != "watchdog" and not (fault or missing))
+    has_own_failure = bool(seen and seen.code and not (fault or missing))
     control = control_without_fault(subject, is_random) if has_own_failure else ""
     timeouts = dict(config.run.phase_timeouts)
     if fault and subject.seen and subject.seen.phase in timeouts:
@@ -260,7 +260,7 @@ def _header(subject: Subject, evidence: Evidence, values: dict[str, Any], server
     return [
         *_what(subject, values, server),
         "",
-        *_how_to_run(command, values, bool(subject.seen and subject.seen.kind == "watchdog")),
+        *_how_to_run(command, values),
         "",
         f'Expected: exit code 0, and "PASSED: {values["steps"]} of {values["steps"]} steps".',
         *_found(subject.seen, evidence, values),
@@ -285,11 +285,9 @@ def _what(subject: Subject, values: dict[str, Any], server: bool) -> list[str]:
     return [f"{who}: {config.model.name} {made}, {mesh}."]
 
 
-def _how_to_run(command: str, values: dict[str, Any], watchdog_failed: bool) -> list[str]:
+def _how_to_run(command: str, values: dict[str, Any]) -> list[str]:
     """Return the commands of both arms, and what the control arm does without."""
     lines = ["It needs sglang, which brings torch and transformers, and nothing else:"]
-    if watchdog_failed:
-        return [*lines, f"    {command}", "The run's watchdog failed. This file has none, so it should pass."]
     if not values["has_arms"]:
         return [*lines, f"    {command}"]
     without, why = {
@@ -383,8 +381,6 @@ def _statement(seen: RunEnd, was_told: bool) -> str:
     """Return the statement; empty where nothing is planted."""
     if seen.kind == "deadline":
         return f"time.sleep({10**9})"
-    if seen.kind == "watchdog":  # which a program does not have
-        return ""
     if seen.kind in ("launcher", "told"):
         got = re.search(r"got (SIG[A-Z]+)", seen.error)
         return f"os.kill(os.getppid(), signal.{got[1] if got else 'SIGKILL'})"

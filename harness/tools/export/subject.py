@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from harness.config.layers import ConfigError, Layer, key_types, of_older_versio
 from harness.config.schema import Config
 from harness.runtime import redact
 from harness.runtime.events import phase_of_step
+from harness.runtime.failure import Failure
 from harness.runtime.files import is_regular
 from harness.runtime.installed import as_files
 from harness.tools.command_line import parse
+from harness.tools.diagnose.diagnose import diagnose
+from harness.tools.diagnose.log_lines import log_files
 
 PASSED = "PASSED: "
 MISTAKES = {"ConfigError": 2, "UnsupportedEnvironment": 125}
@@ -57,11 +60,8 @@ _EVENTS = {
 }
 _OTHER = msgspec.defstruct("OtherEvent", _EVERY)
 
-# What is read of failure-*.json.
-_PLACE = msgspec.defstruct("Place", [("phase", str), ("step", int | None)])
-_FIRST = [("kind", str), ("time", float), ("ranks", tuple[int, ...]), ("place", _PLACE), ("detail", str)]
-_VERDICT = [("code", int), ("said", tuple[str, ...]), ("first", msgspec.defstruct("First", _FIRST))]
-_KEPT = msgspec.defstruct("KeptVerdict", _VERDICT)
+_KEPT = msgspec.defstruct("KeptVerdict", [("said", tuple[str, ...]), ("first", Failure)])
+"""What is read of failure-*.json."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,18 +78,11 @@ class RankRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunEnd:
-    """How a run ended. All fields but code and verdict describe its first failure."""
+class RunEnd(Failure):
+    """How a run ended. All but code and verdict is its first failure: for a timeout, of those that the others waited for."""
 
-    code: int | None  # of the rank that failed first; None where the run did not come to an end
-    verdict: tuple[str, ...]  # its last lines: PASSED, or the first failure and what followed
-    kind: str = ""  # as harness/tools/watchdog/failures.py names it; empty where there is none
-    ranks: tuple[int, ...] = ()  # that failed first; for a timeout, those that the others waited for
-    phase: str = ""
-    step: int | None = None
-    error: str = ""  # type and message, or how the process ended
-    traceback: tuple[str, ...] = ()
-    time: float = 0.0  # UNIX seconds, where a watchdog noticed it
+    verdict: tuple[str, ...]
+    """Its last lines: PASSED, or the first failure and what followed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +127,6 @@ def read_subject(words: Sequence[str]) -> Subject:
         if not ranks:
             raise ConfigError(f"{file} is not what a run writes: it has no rank.")
         per_host = Counter(each.host for each in ranks).values()
-        ranks = [_redacted_rank(each) for each in ranks]
         script, of_script = what_was_started(ranks[0].command)
         return Subject(
             words=tuple(words),
@@ -142,7 +134,7 @@ def read_subject(words: Sequence[str]) -> Subject:
             nnodes=len(per_host),
             nproc_per_node=max(per_host),
             ranks=tuple(ranks),
-            seen=_redacted_end(read_end(folder, events)),
+            seen=read_end(folder, events),
             script=script,
             options=of_script,
             events=tuple(events),
@@ -159,16 +151,6 @@ def read_subject(words: Sequence[str]) -> Subject:
         nnodes=options.nnodes,
         nproc_per_node=nproc_per_node,
     )
-
-
-def _redacted_rank(rank: RankRecord) -> RankRecord:
-    return replace(rank, command=redact.text(rank.command), environment=redact.variables(rank.environment))
-
-
-def _redacted_end(seen: RunEnd) -> RunEnd:
-    """Return it without secrets. Lines are redacted together, because a private key has several."""
-    verdict = redact.text("\n".join(seen.verdict)).split("\n")
-    return replace(seen, error=redact.text(seen.error), verdict=tuple(verdict))
 
 
 def what_was_started(command: str) -> tuple[str, tuple[str, ...]]:
@@ -208,10 +190,10 @@ def known_part(layer: Layer) -> tuple[Layer, tuple[str, ...]]:
 
 
 def _decode(file: Path, kind: Any, writer: str) -> Any:
-    """Read JSON of that type; raise ConfigError where it is another program's."""
+    """Read JSON of that type, without secrets; raise ConfigError where it is another program's."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        return msgspec.convert(redact.values(json.loads(file.read_bytes())), kind)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are such
         raise ConfigError(f"{file} is not what {writer} writes: {error}.") from error
 
 
@@ -220,13 +202,14 @@ def read_end(folder: Path, events: Sequence[Event]) -> RunEnd:
     verdicts: list[Any] = []
     for file in filter(is_regular, sorted(folder.glob("failure-*.json"))):
         # A full disk leaves it empty; other hosts have written theirs.
-        with suppress(msgspec.DecodeError, ValueError, RecursionError):
-            verdicts.append(msgspec.json.decode(file.read_bytes(), type=_KEPT))
+        with suppress(ConfigError):
+            verdicts.append(_decode(file, _KEPT, "a watchdog"))
     verdicts = [each for each in verdicts if each.first.kind != "mistake"]  # its rank's event has more
     if verdicts:
         return _end_by_watchdog(min(verdicts, key=lambda each: each.first.time), events)
     if failed := [each for each in events if each["event"] == "phase_failed" and each["phase"] not in OUTER_PHASES]:
         first = failed[0]
+        own = (each for each in events if each["event"] == "failed" and each["rank"] == first["rank"])
         at = phase_of_step(first["phase"], first["step"])
         return RunEnd(
             code=MISTAKES.get(first["error"].partition(":")[0], 1),
@@ -236,7 +219,8 @@ def read_end(folder: Path, events: Sequence[Event]) -> RunEnd:
             phase=first["phase"],
             step=first["step"],
             error=first["error"],
-            traceback=_of_failed_rank(events, [first["rank"]], "traceback"),
+            traceback=next((tuple(each.get("traceback", "").splitlines()) for each in own), ()),
+            slug=_known_as(folder),
         )
     if said := [each["text"] for each in events if each["event"] == "say" and each["text"].startswith(PASSED)]:
         return RunEnd(code=0, verdict=(said[-1].partition("; report ")[0],))
@@ -247,21 +231,23 @@ def read_end(folder: Path, events: Sequence[Event]) -> RunEnd:
 
 def _end_by_watchdog(verdict: Any, events: Sequence[Event]) -> RunEnd:
     first = verdict.first
-    ranks, place = first.ranks, (first.place.phase, first.place.step)
-    if first.kind == "deadline":  # noticed by those that wait
-        ranks, place = behind([each for each in events if each["time"] <= first.time]) or (ranks, place)
-    whole = _of_failed_rank(events, ranks, "error")  # the watchdog's is cut
-    return RunEnd(
-        code=verdict.code,
-        verdict=verdict.said,
-        kind=first.kind,
-        ranks=ranks,
-        phase=place[0],
-        step=place[1],
-        error=" ".join(whole) if whole and first.kind == "exception" else first.detail,
-        traceback=_of_failed_rank(events, ranks, "traceback"),
-        time=first.time,
+    end = RunEnd(verdict=verdict.said, **{each.name: getattr(first, each.name) for each in fields(Failure)})
+    if first.kind != "deadline":
+        return end
+    # It is noticed by those that wait.
+    ranks, (phase, step) = behind([each for each in events if each["time"] <= first.time]) or (
+        first.ranks,
+        (first.phase, first.step),
     )
+    return replace(end, ranks=ranks, phase=phase, step=step)
+
+
+def _known_as(folder: Path) -> str:
+    """Return the catalogue's entry of a failure that no watchdog has named."""
+    with suppress(ValueError):  # the run was killed before it wrote a line
+        found = diagnose(log_files([str(folder)]))
+        return found.finding.entry.slug if found.finding and found.finding.is_known else ""
+    return ""
 
 
 def behind(events: Sequence[Event]) -> tuple[tuple[int, ...], tuple[str, int | None]] | None:
@@ -287,9 +273,3 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
                     if all(math.isfinite(event.get(name, 0.0)) for name in ("time", "began", "ended")):
                         events.append(event)
     return sorted(events, key=lambda each: float(each["time"]))
-
-
-def _of_failed_rank(events: Sequence[Event], ranks: Sequence[int], what: str) -> tuple[str, ...]:
-    """Return lines of the failure event of the first of these ranks; empty if it had no time to write one."""
-    failed = (each for each in events if each["event"] == "failed" and each["rank"] in ranks and what in each)
-    return next((tuple(each[what].rstrip().splitlines()) for each in failed), ())

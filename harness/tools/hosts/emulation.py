@@ -133,9 +133,6 @@ class Emulation:
         folder = self._folder / plan.name
         (folder / "tmp").mkdir(parents=True)
         (folder / "hosts").write_text(hosts_file(self.plan, plan), encoding="ascii")
-        for fault in self.plan.faults:
-            if fault.host == plan.name and fault.phase:
-                (folder / str(fault)).touch()
         (folder / "boot_id").write_text(f"{uuid.uuid4()}\n", encoding="ascii")
         spec = HostSpec(
             plan=plan,

@@ -12,7 +12,7 @@ from typing import Literal
 
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.fault_spec import check_place
-from harness.tools.hosts.phase_gate import PHASE_SOCKET
+from harness.tools.hosts.phase_gate import HOST_FAULTS, PHASE_SOCKET
 
 MASTER_PORT = 29500
 TORCHRUN = Path(__file__).resolve().parents[3] / "launch" / "torchrun.py"
@@ -65,7 +65,8 @@ class HostFault:
     """After torchrun was started in all hosts; without a phase."""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.host}@{self.phase}{'' if self.step is None else f':{self.step}'}"
+        when = self.phase or f"{self.seconds:g}s"
+        return f"{self.kind} {self.host}@{when}{'' if self.step is None else f':{self.step}'}"
 
     @property
     def when(self) -> str:
@@ -214,6 +215,8 @@ def environment(plan: EmulationPlan, host: HostPlan, folder: Path) -> dict[str, 
         changes |= {"HARNESS_HOST": host.name, "NCCL_HOSTID": host.name}
     if any(fault.phase for fault in plan.faults):
         changes[PHASE_SOCKET] = str(folder / "phases")
+    if plan.faults:
+        changes[HOST_FAULTS] = ", ".join(map(str, plan.faults))
     return changes
 
 

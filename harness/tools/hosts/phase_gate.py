@@ -11,11 +11,13 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from harness.observer import Observer, RunContext
-from harness.runtime.events import MEET, EventLog
+from harness.observer import Observer
+from harness.runtime.events import MEET
 
 PHASE_SOCKET = "HARNESS_EMULATOR"
 """Variable: the socket that launch/hosts.py serves; set only where a host is to fail at a phase."""
+HOST_FAULTS = "HARNESS_HOST_FAULTS"
+"""Variable: what launch/hosts.py will do to hosts, such as "kill host1@12s", for the verdict on a lost one."""
 GO = b"go"
 REPORT_BYTES = 1 << 12
 
@@ -38,21 +40,12 @@ class EmulatedHost(Observer):
     def __init__(self, path: str, flush: Callable[[], None]) -> None:
         """flush: returns once the other hosts know this rank's phase."""
         self.path, self.flush = Path(path), flush
-        self.events: EventLog | None = None
-
-    def met(self, run: RunContext) -> None:
-        self.events = run.events
 
     def phase_begins(self, phase: str, step: int | None) -> None:
         """Report the phase and wait for the answer. Raise ConnectionError where launch/hosts.py closes the socket."""
         if phase == MEET:
             return  # the other hosts cannot know of it yet
         self.flush()
-        for fault in self.path.parent.glob("* *@*"):
-            with contextlib.suppress(FileNotFoundError):  # another rank of this host was first
-                if self.events and fault.name.partition("@")[2] in (phase, f"{phase}:{step}"):
-                    fault.unlink()
-                    self.events.fact("injected", fault=fault.name)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
             with _short(self.path) as path:
                 server.connect(path)

@@ -13,7 +13,7 @@ from harness.config.schema import Config
 from harness.runtime.events import phase_of_step, quoted
 from harness.runtime.installed import as_typed
 from harness.runtime.ranks import ranks_by, runs
-from harness.tools.diagnose.diagnose import CatalogueMatch
+from harness.tools.diagnose.entries import catalogue
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
 from harness.tools.report.timeline import where_ranks_stood
 
@@ -34,12 +34,12 @@ Metrics = Mapping[str, Any]
 Event = Mapping[str, Any]
 
 
-def opening(subject: Subject, finding: CatalogueMatch | None, files: Sequence[str]) -> list[str]:
+def opening(subject: Subject, files: Sequence[str]) -> list[str]:
     """Return the title, how the run ended, and of a run that did not pass where its ranks stood.
 
-    finding: the catalogue's entry for the failure. files: what to read next, relative to the run directory.
+    files: what to read next, relative to the run directory.
     """
-    return [f"# {title_of(subject)}", *failure_or_result(subject, finding, files), *stood(subject)]
+    return [f"# {title_of(subject)}", *failure_or_result(subject, files), *stood(subject)]
 
 
 def details(subject: Subject, metrics: Sequence[Metrics]) -> list[str]:
@@ -86,7 +86,7 @@ def title_of(subject: Subject) -> str:
     return f"FAILED: {run}: {what}{f' in {phase_of_step(seen.phase, seen.step)}' if seen.phase else ''}"
 
 
-def failure_or_result(subject: Subject, finding: CatalogueMatch | None, files: Sequence[str]) -> list[str]:
+def failure_or_result(subject: Subject, files: Sequence[str]) -> list[str]:
     """Return the verdict, and for a failure its known cause, its traceback and what to read next."""
     seen = subject.seen
     assert seen  # a run directory has an end
@@ -101,7 +101,7 @@ def failure_or_result(subject: Subject, finding: CatalogueMatch | None, files: S
     lines = fenced(verdict)
     if seen.code is not None:
         lines += ["", f"Exit code {seen.code}{', a deadline passed' if seen.code == 124 else ''}."]
-        lines += ["", *known(finding)]
+        lines += ["", *known(seen.slug)]
     if traceback:
         lines += ["", f"Traceback of rank {seen.ranks[0]}:", "", *fenced(traceback)]
     if files:
@@ -109,13 +109,12 @@ def failure_or_result(subject: Subject, finding: CatalogueMatch | None, files: S
     return section("First failure" if seen.code else "Result", lines)
 
 
-def known(finding: CatalogueMatch | None) -> list[str]:
+def known(slug: str) -> list[str]:
     """Return what the catalogue says about the failure."""
-    if finding is None:
-        return ["The catalogue has no failure that explains it."]
-    entry = finding.entry
+    if (entry := catalogue().get(slug)) is None:
+        return ["The catalogue has no failure that it is for sure."]
     return [
-        f"Known failure `{entry.slug}` (confidence: {finding.confidence}): {entry.title}.",
+        f"Known as `{entry.slug}`: {entry.title}.",
         "",
         f"- cause: {' '.join(entry.cause.split())}",
         f"- fix: {' '.join(entry.fix.split())}",

@@ -14,8 +14,6 @@ from markupsafe import Markup
 from harness.config.layers import to_toml
 from harness.runtime import redact
 from harness.runtime.files import is_regular, replace_file
-from harness.tools.diagnose.diagnose import CatalogueMatch, diagnose
-from harness.tools.diagnose.log_lines import log_files
 from harness.tools.export.subject import Subject, read_subject
 from harness.tools.page_template import page_template
 from harness.tools.report.issue_text import Metrics, details, folded_config, opening, outcome_of
@@ -38,8 +36,7 @@ def write_reports(folder: Path) -> list[Path]:
     metrics = read_metrics(folder / "metrics.jsonl")
     outcome = outcome_of(subject.seen)
     failed = outcome != "PASSED"
-    finding = known_failure(folder) if failed else None
-    first = "\n".join(opening(subject, finding, files_to_read(folder) if failed else []))
+    first = "\n".join(opening(subject, files_to_read(folder) if failed else []))
     rest = "\n".join(details(subject, metrics))
     whole = "\n".join(folded_config(subject.config))
     replace_file(folder / "report.md", redact.text(f"{first}\n{rest}\n{whole}\n"))
@@ -66,13 +63,6 @@ def _has_numbers(row: Metrics) -> bool:
     if row.get("kind") == "validation":
         counted.append(row.get("validation/step"))
     return all(number_or_none(value) is not None for value in counted)
-
-
-def known_failure(folder: Path) -> CatalogueMatch | None:
-    """Return the catalogue's entry for the failure, if it has one."""
-    with suppress(ValueError):  # the run was killed before it wrote a line
-        return diagnose(log_files([str(folder)])).finding
-    return None
 
 
 def files_to_read(folder: Path) -> list[str]:

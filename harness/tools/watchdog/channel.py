@@ -21,8 +21,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from harness.runtime.failure import Failure
 from harness.runtime.files import make_run_folder, run_folders
-from harness.tools.watchdog.failures import Node, Place, RunFailure
+from harness.tools.watchdog.failures import Node, Place
 
 FILE = "ranks"
 LONGEST_MESSAGE = 1 << 18  # bytes: more than what the kernel lets an unprivileged process send in one packet
@@ -30,7 +31,6 @@ BEAT_SECONDS = 1.0
 LARGEST_BEAT = 60_000
 FAILURES_IN_BEAT = 4  # the first ones of a host; more might not fit into a datagram
 MOST_AT_ONCE = 10_000  # datagrams read in one go: a flood must not keep the watchdog from its other work
-LAST_BEAT = 1 << 40  # a number above every beat that a watchdog sends
 FAREWELLS, FAREWELL_SECONDS = 5, 0.02  # last beats, of which one must arrive, and the time between two
 _DIGEST, _DIGEST_BYTES = "sha256", 32
 
@@ -162,7 +162,7 @@ class Beat(msgspec.Struct, frozen=True):
     node: int  # index of the sender
     count: int
     places: dict[int, Place]
-    failures: tuple[RunFailure, ...]  # their times are relative to the moment of sending: clocks of hosts differ
+    failures: tuple[Failure, ...]  # their times are relative to the moment of sending: clocks of hosts differ
     left: bool
 
 
@@ -178,7 +178,7 @@ class Peer:
     left: bool = False  # it reported that it exits
     lost: bool = False
     places: dict[int, Place] = field(default_factory=dict)
-    failures: list[RunFailure] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     count: int = 0  # number of its last beat
 
     def hear(self, beat: Beat, now: float) -> None:
@@ -205,7 +205,7 @@ class Heartbeats:
     def __post_init__(self) -> None:
         self.peers = {index: Peer(node) for index, node in enumerate(self.met.nodes) if index != self.met.own}
 
-    def beat(self, places: Mapping[int, Place], failures: Sequence[RunFailure], left: bool = False) -> None:
+    def beat(self, places: Mapping[int, Place], failures: Sequence[Failure], left: bool = False) -> None:
         """Send where our ranks are, and what failed here, to every host that still listens."""
         self.count += 1
         relative = tuple(replace(each, time=each.time - self.now()) for each in failures[:FAILURES_IN_BEAT])
@@ -217,7 +217,7 @@ class Heartbeats:
                 with suppress(OSError):  # a cut link or no route: the receiver notices that the beat is missing
                     self.socket.sendto(self._signature(data) + data, (target, peer.node.port))
 
-    def say_farewell(self, places: Mapping[int, Place], failures: Sequence[RunFailure], left: bool = False) -> None:
+    def say_farewell(self, places: Mapping[int, Place], failures: Sequence[Failure], left: bool = False) -> None:
         """Send the last beat several times, because UDP may lose one."""
         for _ in range(FAREWELLS):
             self.beat(places, failures, left)
@@ -241,7 +241,7 @@ class Heartbeats:
     def _signature(self, data: bytes) -> bytes:
         return hmac.digest(bytes.fromhex(self.met.key), data, _DIGEST)
 
-    def failures(self) -> list[RunFailure]:
+    def failures(self) -> list[Failure]:
         return [failure for peer in self.peers.values() for failure in peer.failures]
 
     def newly_lost(self) -> list[Peer]:

@@ -1,6 +1,6 @@
 """A rank's observer: it reports phases and failures to the watchdog of its host, and obeys the order to exit.
 
-If the watchdog itself dies, the ranks of its host end by themselves, and one of them reports in its place (ending.py).
+If the watchdog itself dies, the ranks of its host end by themselves.
 torch is imported only when a run launches, so that the tests' stand-ins for ranks start at once.
 """
 
@@ -23,12 +23,14 @@ import msgspec
 import psutil
 
 from harness.observer import Observer, RunContext
-from harness.runtime.errors import hold_launcher, in_utf8, launcher_pid, say
+from harness.runtime.errors import hold_launcher, in_utf8, launcher_pid, say, say_twice
 from harness.runtime.events import RUN
-from harness.runtime.files import enter_run_folder
+from harness.runtime.files import enter_run_folder, remove_run_folders
+from harness.runtime.processes import end_processes, in_background
+from harness.tools.run_tree import SharedFiles
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings, open_heartbeat_socket
-from harness.tools.watchdog.ending import MARK, LostWatchdog, started_at
+from harness.tools.watchdog.ending import MARK, started_at
 from harness.tools.watchdog.failures import ERROR_LENGTH, Node, Place, is_echo, trace_end
 from harness.tools.watchdog.verdict import offer_own_stack
 
@@ -40,6 +42,7 @@ JOIN_SECONDS = 60.0  # a rank looks for so long for the watchdog that the first 
 STOPPED_SECONDS = 60.0  # see WatchdogSettings
 ORDER_SECONDS = 15.0  # beyond heartbeat_timeout: a rank that failed waits for so long for the order to exit
 FAILED = 1
+LEAVE_SECONDS = 1.0  # in which the ranks of a host whose watchdog is gone end what they have started
 FLIGHT_RECORDS = "2000"  # collectives that torch's flight recorder keeps
 _ROOT = Path(__file__).parents[3]  # not resolved: harness may be here by a link, away from other packages
 
@@ -54,7 +57,6 @@ class WatchdogAddress:
     port: int  # for heartbeats; known to the first rank of each host, and 0 on one host
     secret: str = field(repr=False)  # the first rank's secret is the key of the run's heartbeats
     address: str = ""  # of this host, as the other hosts reach it
-    pid: int = field(default_factory=os.getpid)  # of the rank
 
 
 class OpenPhase(NamedTuple):
@@ -121,11 +123,8 @@ class WatchdogObserver(Observer):
         self._phases = OpenPhases({}, math.inf)
         self._run: RunContext | None = None
         self._line: socket.socket | None = None
-        self._watchdog = 0
-        """The pid of the watchdog, which it tells."""
-        self._met: channel.Met | None = None
-        self._others: dict[int, psutil.Process] = {}
-        """The other ranks of this torchrun, once all have met."""
+        self._is_first = False
+        """Whether it is the first rank of its torchrun."""
         self._finished = False
         self._answered = threading.Event()
         self._lock = threading.RLock()
@@ -165,7 +164,7 @@ class WatchdogObserver(Observer):
         # Containers with pids of their own may share the folder for temporary files.
         pids = os.stat("/proc/self/ns/pid").st_ino
         name = f"harness-{os.getuid()}-{pids}-{pid}-{started_at(pid)}-{restart}"
-        self._phases = phases
+        self._phases, self._is_first = phases, local_rank == 0
         self._settings = replace(settings, name=name, launcher=pid, is_torchrun=is_torchrun)
         port = _start_watchdog(self._settings) if local_rank == 0 else 0
         os.environ[MARK] = name  # in the environment of the processes that this one starts
@@ -196,12 +195,7 @@ class WatchdogObserver(Observer):
             for (host, _), some in by_watchdog.items()
         )
         own = list(by_watchdog).index((self.own.host, self.own.watchdog))
-        for each in by_watchdog[self.own.host, self.own.watchdog]:
-            with suppress(psutil.NoSuchProcess):  # it has just ended
-                if each.rank != self.own.rank:
-                    self._others[each.rank] = psutil.Process(each.pid)
-        self._met = channel.Met(nodes, own, addresses[0].secret, str(folder), launcher)
-        self._ask(self._met)
+        self._ask(channel.Met(nodes, own, addresses[0].secret, str(folder), launcher))
 
     def flush(self) -> None:
         """Return once the watchdogs of the other hosts have been sent this rank's phase."""
@@ -265,8 +259,6 @@ class WatchdogObserver(Observer):
             while code is None and (data := line.recv(LONGEST_MESSAGE)):
                 order = json.loads(data)
                 code = order.get("leave")
-                if "watchdog" in order:
-                    self._watchdog = order["watchdog"]
                 if "done" in order:
                     self._answered.set()
                 elif "dump" in order and self._run and self._run.world.device.type == "cuda":
@@ -274,12 +266,26 @@ class WatchdogObserver(Observer):
         if self._finished:
             return
         if code is None:
-            place = self._phases.place
-            LostWatchdog(self._settings, self._watchdog, self.own.rank, place, self._others, self._met).leave()
+            self._end_without_watchdog()
         if self._run:
             with suppress(OSError):  # a full disk, which may be the failure
                 self._run.events.close()
         os._exit(FAILED if code is None else code)
+
+    def _end_without_watchdog(self) -> None:
+        """Say that the watchdog is gone, since nothing else would notice now that the run hangs, and end what this rank
+        has started. torchrun ends all ranks as soon as one has exited, so each gives the others the time to do the same.
+        """
+        until, place, host = time.monotonic() + LEAVE_SECONDS, self._phases.place, self.own.host
+        started = {each.pid: each for each in psutil.Process().children(recursive=True)}
+        shared = SharedFiles()
+        shared.look([os.getpid(), *started])
+        end_processes(started)
+        shared.remove()
+        said = f"FAILED: the watchdog of {host} is gone, so rank {self.own.rank} ends too, {place}\n"
+        in_background(lambda: say_twice(said) if self._is_first else say(said), "say")  # a screen may block
+        remove_run_folders(self._settings.name)
+        time.sleep(max(0.0, until - time.monotonic()))
 
 
 def dump_flight_records(folder: Path, rank: int) -> None:

@@ -26,7 +26,7 @@ class ExitWatch:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.how: str | None = None  # as from how_it_ended
+        self.status: int | None = None  # as waitpid() gives it; None while it is alive, and if nothing tells any more
         self.over = threading.Event()  # set at its end, and if it cannot be watched
         threading.Thread(target=self._wait, name=f"exit of {pid}", daemon=True).start()
 
@@ -34,28 +34,17 @@ class ExitWatch:
         with suppress(OSError):  # it has ended, or this kernel has no pidfd
             descriptor = os.pidfd_open(self.pid)
             select.select([descriptor], [], [])
-            self.how = how_it_ended(self.pid, descriptor)
+            status = wait_status(self.pid)
+            self.status = status_after_reaping(descriptor) if status is None else status
             os.close(descriptor)
         self.over.set()
 
 
-def how_it_ended(pid: int, pidfd: int | None = None) -> str | None:
-    """Return "was killed by SIGKILL" or the like for a process that has ended; None if it is alive, or if nothing tells
-    any more.
-
-    Once its parent has waited for it, only a pidfd tells, and only on Linux 6.15 or later.
-    """
-    status = wait_status(pid)
-    if status is None and pidfd is not None:
-        status = status_after_reaping(pidfd)
-    if status is None:
-        return None
-    number = status & 0x7F
-    if number in list(Signals):
-        return f"was killed by {Signals(number).name}"
-    return (
-        f"was killed by signal {number}" if number else f"ended with exit code {status >> 8}, without an error message"
-    )
+def in_words(status: int) -> str:
+    """Return "was killed by SIGKILL" or the like. status: as waitpid() gives it."""
+    if number := status & 0x7F:
+        return f"was killed by {Signals(number).name if number in list(Signals) else f'signal {number}'}"
+    return f"ended with exit code {status >> 8}, without an error message"
 
 
 def status_after_reaping(pidfd: int) -> int | None:
@@ -123,20 +112,14 @@ class MemoryKills:
 
 
 def _count_file(root: Path, pid: int) -> Path | None:
-    """Return where the innermost cgroup that accounts this process's memory counts kills; None if there is none."""
-    group, top, name = "", "", "memory.events"
-    if not (lines := _lines(root / f"proc/{pid}/cgroup")):
+    """Return where the innermost cgroup of this process counts kills; None if there is none, as in cgroup v1."""
+    line = next((each for each in _lines(root / f"proc/{pid}/cgroup") if each.startswith("0::")), None)
+    if line is None:
         return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):  # cgroup v1, which alone accounts memory then
-            group, top, name = path, "memory", "memory.oom_control"
-            break
-        if controllers == "":
-            group = path
-    base = root / "sys/fs/cgroup" / top
     # In a container the path may be the host's, of which only the innermost part is mounted.
-    return next((folder / name for folder in (base / group.lstrip("/"), base) if (folder / name).exists()), None)
+    base = root / "sys/fs/cgroup"
+    files = (base / line.removeprefix("0::/") / "memory.events", base / "memory.events")
+    return next(filter(Path.exists, files), None)
 
 
 def _count(file: Path) -> int:

@@ -2,28 +2,13 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
-from harness.runtime.events import phase_of_step
-
-Kind = Literal[
-    "exception",  # a rank reported an exception
-    "echo",  # the same, but of a kind that may be the consequence of a failure elsewhere
-    "ended",  # a rank got a signal that torchrun, a job scheduler or kill sends
-    "told",  # a rank got SIGINT, which torchrun passes on and never sends by itself
-    "vanished",  # a rank's process is gone, and only torchrun knows how it ended (rare; not from Linux 6.15 on)
-    "died",  # a rank's process ended without a report
-    "launcher",  # torchrun is gone
-    "watchdog",  # the watchdog of a host ended, or is stopped
-    "deadline",  # a phase of a rank took too long
-    "stopped",  # the same, and the rank's process, or the one of its engine that detail names, is stopped
-    "lost",  # a host is silent
-    "mistake",  # a rank ended with the exit code of a user error, which it has printed
-]
+from harness.runtime.failure import Failure, Kind
 
 # Errors of a rank that lost a peer, in the words of gloo, NCCL, torch's store, and Python's sockets and pipes. They
 # cannot be the cause.
@@ -48,7 +33,7 @@ _OWN_REASON = re.compile(
     re.IGNORECASE,
 )
 _RAISED_FROM = "The above exception was the direct cause of the following exception:"
-ERROR_LENGTH = 300  # characters of an error that are kept: a heartbeat must fit in few packets
+ERROR_LENGTH = 300  # characters of an error in a heartbeat, which must fit in few packets, and on the screen
 TRACE_LINES, TRACE_WIDTH = 10, 140  # of a traceback's end, for the same reason
 
 TOGETHER_SECONDS = 1.0  # between the first and the last of failures that happen together
@@ -82,9 +67,7 @@ class Place:
     inside: bool = False
 
     def __str__(self) -> str:
-        if not self.phase:
-            return "before its first phase"
-        return f"{'in' if self.inside else 'after'} {phase_of_step(self.phase, self.step)}"
+        return Failure(phase=self.phase, step=self.step, inside=self.inside).where
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,21 +83,6 @@ class Node:
         return f"{self.host} ({format_ranks(self.ranks)})"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFailure:
-    """One thing that went wrong."""
-
-    kind: Kind
-    time: float  # UNIX seconds, on the clock of the host that has this object
-    host: str
-    ranks: tuple[int, ...]  # the rank that failed; for a launcher or a lost host, all its ranks
-    place: Place
-    detail: str = ""  # the error in one line, how the process ended, or which process of an engine is stopped
-    seconds: float = 0.0  # the length of a deadline
-    code: int = 1  # exit code of the run
-    trace: tuple[str, ...] = ()  # last lines of the traceback, if any
-
-
 def trace_end(trace: str) -> tuple[str, ...]:
     """Return the last lines of a traceback without the lines of markers. Of chained exceptions, take the first one."""
     while _RAISED_FROM in trace:
@@ -123,12 +91,12 @@ def trace_end(trace: str) -> tuple[str, ...]:
     return tuple(line if len(line) <= TRACE_WIDTH else line[: TRACE_WIDTH - 3] + "..." for line in lines[-TRACE_LINES:])
 
 
-def names_no_cause(failure: RunFailure) -> bool:
+def names_no_cause(failure: Failure) -> bool:
     """Return whether it may be the consequence of something that is not known yet."""
     return failure.kind in ("echo", "ended", "vanished")
 
 
-def first_failure(failures: Iterable[RunFailure]) -> RunFailure:
+def first_failure(failures: Iterable[Failure]) -> Failure:
     """Return the earliest failure that can be a cause; if there is none, the earliest.
 
     Among failures that happen together: a stopped rank comes before the ranks that wait for it. A rank that died in a
@@ -159,20 +127,20 @@ class JobView:
     """Whether a rank's main thread waits for other ranks, for those whose stack is known."""
 
 
-def report_lines(failures: Sequence[RunFailure], view: JobView, explanation: Sequence[str] = ()) -> list[str]:
+def report_lines(failures: Sequence[Failure], view: JobView, explanation: Sequence[str] = ()) -> list[str]:
     """Return the first failure, its traceback and explanation, and its consequences in a line for each kind."""
     cause = first_failure(failures)
-    lines = [f"FIRST FAILURE: {sentence(cause, view)}", *(f"  | {line}" for line in cause.trace)]
+    lines = [f"FIRST FAILURE: {sentence(cause, view)}", *(f"  | {line}" for line in cause.traceback)]
     lines += [f"  {line}" for line in explanation]
-    kinds: dict[tuple[str, str], list[RunFailure]] = {}
+    kinds: dict[tuple[str, str], list[Failure]] = {}
     for failure in sorted((each for each in failures if each is not cause), key=lambda each: each.time):
-        kinds.setdefault((failure.kind, failure.detail if failure.kind == "died" else ""), []).append(failure)
+        kinds.setdefault((failure.kind, failure.error if failure.kind == "died" else ""), []).append(failure)
     return lines + [f"  {_consequences(same, cause)}" for same in kinds.values()]
 
 
-def sentence(failure: RunFailure, view: JobView) -> str:
+def sentence(failure: Failure, view: JobView) -> str:
     """Return what happened, to which rank or host, where and when."""
-    ranks, place, detail, time = format_ranks(failure.ranks), failure.place, failure.detail, format_time(failure.time)
+    ranks, place, detail, time = format_ranks(failure.ranks), failure.where, failure.error, format_time(failure.time)
     who = f"{ranks} on {failure.host}"
     match failure.kind:
         case "exception" | "mistake":
@@ -188,8 +156,6 @@ def sentence(failure: RunFailure, view: JobView) -> str:
             return f"{who} {detail} {place} at {time}"
         case "launcher":
             return f"torchrun of {who} {detail} at {time}, when {_its_ranks_were(failure.ranks)} {place}"
-        case "watchdog":
-            return f"the watchdog of {failure.host} {detail} at {time}, when {_where(failure.ranks, view)}"
         case "deadline":
             return f"deadline of {failure.seconds:g} s passed {place}: {_waited_for(failure, view)}"
         case "stopped":
@@ -199,9 +165,11 @@ def sentence(failure: RunFailure, view: JobView) -> str:
         case "lost":
             ago = f"{view.now - failure.time:.1f} s ago"
             return f"{failure.host} ({ranks}) is gone: last heard {time}, {ago}, when {_where(failure.ranks, view)}"
+        case "":
+            return "nothing has failed"
 
 
-def _consequences(same: Sequence[RunFailure], cause: RunFailure) -> str:
+def _consequences(same: Sequence[Failure], cause: Failure) -> str:
     """Return consequences of one kind in a line, with the seconds since the cause."""
     first = same[0]
     earliest, latest = (f"{round(each.time - cause.time, 1) + 0.0:+.1f}" for each in (first, same[-1]))  # never -0.0
@@ -210,25 +178,23 @@ def _consequences(same: Sequence[RunFailure], cause: RunFailure) -> str:
     who = f"{ranks} on {hosts}"
     match first.kind:
         case "exception" | "mistake" | "echo":
-            text = f"{who} failed too {first.place}: {first.detail}"
+            text = f"{who} failed too {first.where}: {first.error}"
         case "launcher":
-            text = f"torchrun of {who} {first.detail}"
-        case "watchdog":
-            text = f"the watchdog of {hosts} {first.detail}"
+            text = f"torchrun of {who} {first.error}"
         case "deadline":
             text = f"{who} passed a deadline too"
         case "stopped":
-            text = f"{who} or its engine was stopped {first.place}"
+            text = f"{who} or its engine was stopped {first.where}"
         case "lost":
             text = f"{hosts} ({ranks}) is gone too"
         case _:
-            text = f"{who} {first.detail} {first.place}"
+            text = f"{who} {first.error} {first.where}"
     if len(same) == 1:
         return f"{earliest} s: {text}"
     return f"{earliest} to {latest} s: {text.replace(' was ', ' were ')}"
 
 
-def _lost_peer(failure: RunFailure, view: JobView) -> str:
+def _lost_peer(failure: Failure, view: JobView) -> str:
     """Return which peers a rank may have lost: those that are behind all others, itself excluded."""
     places = {rank: place for rank, place in view.places.items() if rank not in failure.ranks}
     if silent := sorted(set(range(view.world_size)) - set(view.places)):
@@ -247,7 +213,7 @@ def _where(ranks: Sequence[int], view: JobView) -> str:
     return " and ".join(f"{format_ranks(group)} {_were(group)} {at}" for at, group in groups.items())
 
 
-def _waited_for(failure: RunFailure, view: JobView) -> str:
+def _waited_for(failure: Failure, view: JobView) -> str:
     """Return for which ranks the others wait: those behind all others, or else those that are not in a collective."""
     if unknown := sorted(set(range(view.world_size)) - set(view.places)):
         return f"no report from {format_ranks(unknown)} (waited for by {format_ranks(list(view.places))})"
@@ -261,8 +227,8 @@ def _waited_for(failure: RunFailure, view: JobView) -> str:
             return f"{stuck}; waited for by {format_ranks(waiting)}"
         return f"all ranks ({', '.join(map(str, behind))}) are in it, and none makes progress"
     by = f"(waited for by {format_ranks(ahead)})"
-    place = replace(view.places[behind[0]], progress=failure.place.progress)
-    there = "still there" if place == failure.place else f"{place}, and had not arrived"
+    place = str(view.places[behind[0]])
+    there = "still there" if place == failure.where else f"{place}, and had not arrived"
     return f"{_on_hosts(behind, view)} {_were(behind)} {there} {by}"
 
 

@@ -20,18 +20,20 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from harness.rollout.host_engine import ENDING_SIGNALS
 from harness.runtime import redact
 from harness.runtime.errors import launch_folder, report_of
+from harness.runtime.failure import Failure
 from harness.runtime.files import replace_file
 from harness.runtime.processes import in_background
 from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
 from harness.tools.diagnose.diagnosis_text import in_brief
 from harness.tools.diagnose.tracebacks import first_cause, log_lines, tracebacks_in
-from harness.tools.watchdog.failures import JobView, RunFailure, first_failure, report_lines, sentence, trace_end
+from harness.tools.hosts.phase_gate import HOST_FAULTS
+from harness.tools.watchdog.failures import ERROR_LENGTH, JobView, first_failure, report_lines, sentence, trace_end
 
 DUMP_SIGNAL = signal.SIGUSR2
 PYSPY_SECONDS = 5.0  # for all stacks of a host together
@@ -42,8 +44,8 @@ INJECTED = "injected-fault"
 """The catalogue's entry for what --inject has caused."""
 READ_BYTES = 64 << 20  # of one engine's log, from its start: the first failure counts
 
-Explanation = tuple[list[str], str | None]
-"""Lines, and the slug of the catalogue entry, if any."""
+Explanation = tuple[list[str], Failure]
+"""Lines, and the failure with its whole error, as its rank has written it, and its slug."""
 
 _QUERIES = (
     ["--query-gpu=index,uuid,memory.used,memory.total,utilization.gpu", "--format=csv"],
@@ -169,7 +171,7 @@ class RunVerdict:
 
     launcher: str  # name of its files in the run directory (World.launcher)
     folder: Path | None  # the run directory; None before the ranks have met
-    failures: list[RunFailure]
+    failures: list[Failure]
     view: JobView
     explanation: "Future[Explanation]" = field(init=False)
     _stacks: list[_Stack] = field(default_factory=list)
@@ -180,7 +182,7 @@ class RunVerdict:
         self.explanation = in_background(lambda: explain(cause, folder), "explanation")  # a disk may hang
 
     @property
-    def cause(self) -> RunFailure:
+    def cause(self) -> Failure:
         return first_failure(self.failures)
 
     def begin_to_collect(
@@ -232,8 +234,9 @@ class RunVerdict:
         """Write it to the run directory; block as long as the folder does."""
         if not self.folder:
             return
-        kept = {"host": self.launcher, "code": self.cause.code, "said": self.lines(), "slug": self._explained()[1]}
-        kept |= {"first": asdict(self.cause), "failures": [asdict(each) for each in self.failures]}
+        first = self._explained()[1]
+        kept: dict[str, Any] = {"host": self.launcher, "code": first.code, "said": self.lines(), "first": asdict(first)}
+        kept["failures"] = [asdict(each) for each in self.failures]
         files = {f"failure-{self.launcher}.json": json.dumps(redact.values(kept), indent=1)}
         files |= {f"stacks-{self.launcher}-{stack.name}.txt": redact.text(stack.text) for stack in self._stacks}
         files |= {f"gpus-{self.launcher}.txt": self._gpus} if self._gpus else {}
@@ -243,58 +246,79 @@ class RunVerdict:
 
     def _explained(self) -> Explanation:
         if not self.explanation.done():
-            return [], None
+            return [], self.cause
         error = self.explanation.exception()
-        return ([f"no explanation: {error}"], None) if error else self.explanation.result()
+        return ([f"no explanation: {error}"], self.cause) if error else self.explanation.result()
 
 
-def explain(failure: RunFailure, folder: Path | None) -> Explanation:
+def explain(failure: Failure, folder: Path | None) -> Explanation:
     """Return the scheduler's traceback if a scheduler raised it, and the catalogue's cause and fix. Raise OSError.
 
     A run that was told to fail says so first.
     """
     logs = sorted(folder.glob("engines/*.log")) if folder else []
-    injected = _injected(folder)
+    injected = _injected(folder, failure)
     lines = [f"the run was told to fail: {', '.join(injected)} was injected"] if injected else []
-    if "engine process" in failure.detail or "EngineFailed" in failure.detail:
+    if failure.kind in ("exception", "echo", "died"):
         lines += _scheduler_trace(failure, logs)
     if failure.kind not in KINDS_WITH_A_TEXT:
-        return lines, INJECTED if injected else None
+        return lines, replace(failure, slug=INJECTED if injected else "")
+    whole = _as_written(failure, folder)
     text = os.memfd_create("failure")  # not a file: the disk may be full
     try:
-        os.write(text, "\n".join([*failure.trace, failure.detail, ""]).encode())
+        os.write(text, "\n".join([*whole.traceback, whole.error, ""]).encode())
         found = diagnose([f"/proc/self/fd/{text}", *map(str, logs)], OF_A_RUN)
     finally:
         os.close(text)
-    if injected and not found.finding:
-        return lines, INJECTED
-    return lines + in_brief(found), found.finding.entry.slug if found.finding else None
+    if found.finding and found.finding.is_known:
+        return lines + in_brief(found), replace(whole, slug=found.finding.entry.slug)
+    return (lines, replace(whole, slug=INJECTED)) if injected else (lines + in_brief(found), whole)
 
 
-def _injected(folder: Path | None) -> list[str]:
-    """Return the faults that were injected, as the ranks' events say. `slow` is left out: it makes no rank fail."""
+def _as_written(failure: Failure, folder: Path | None) -> Failure:
+    """Return it with the whole error and traceback of its rank's events: those that a watchdog is told are cut."""
+    log = folder / f"events/rank{failure.ranks[0]}.jsonl" if folder else Path()
+    if failure.kind not in ("exception", "echo") or not log.is_file():
+        return failure
+    for event in _events(log, "failed"):
+        error = " ".join(event["error"].split())
+        if error.startswith(failure.error[:ERROR_LENGTH]):
+            return replace(failure, error=error, traceback=tuple(event["traceback"].splitlines()))
+    return failure
+
+
+def _injected(folder: Path | None, failure: Failure) -> list[str]:
+    """Return the faults that were injected, as the ranks' events say, and of a lost host those of launch/hosts.py.
+
+    `slow` is left out: it makes no rank fail.
+    """
     logs = sorted(folder.glob("events/rank*.jsonl")) if folder else []
-    lines = [line for log in logs for line in log.read_text(errors="replace").splitlines() if '"injected"' in line]
-    events = [json.loads(line) for line in lines if line.endswith("}")]  # a killed rank may leave half a line
-    faults = [event["fault"] for event in events if event["event"] == "injected"]
+    faults = [event["fault"] for log in logs for event in _events(log, "injected")]
+    if failure.kind == "lost" and (of_hosts := os.environ.get(HOST_FAULTS)):
+        faults.append(of_hosts)
     return [fault for fault in faults if not fault.startswith("slow@")]
 
 
-def _scheduler_trace(failure: RunFailure, logs: Sequence[Path]) -> list[str]:
+def _events(log: Path, name: str) -> list[dict[str, Any]]:
+    """Return a rank's events of this name. A killed rank may leave half a line."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if f'"event": "{name}"' in line]
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _scheduler_trace(failure: Failure, logs: Sequence[Path]) -> list[str]:
     """Return the traceback in an engine's log of the error that the failure names, or else the log's first one.
 
     Nothing if the rank itself raised that error, since its traceback is printed.
     """
-    if failure.trace and failure.trace[-1].removesuffix("...") in failure.detail:
+    if failure.traceback and failure.traceback[-1].removesuffix("...") in failure.error:
         return []
-    # A process that a signal ended left no traceback: the one in the log belongs to a process that lost it.
-    ended = any(f") died of {name}" in failure.detail for name in ENDING_SIGNALS)
-    for log in [log for log in logs if log.name in failure.detail] or logs:
+    if not ("engine process" in failure.error or "EngineFailed" in failure.error):
+        return []
+    for log in [log for log in logs if log.name in failure.error] or logs:
         with log.open("rb") as stream:
             text = stream.read(READ_BYTES).decode(errors="replace")
         found = [each for each in tracebacks_in(log_lines(text)) if not (each.is_crash or each.is_ignored)]
-        named = (each for each in found if each.exception and each.exception in failure.detail)
+        named = (each for each in found if each.exception and each.exception in failure.error)
         if shown := next(named, first_cause(found)):
-            title = f"{log.name}{', what followed' if ended else ''}:"
-            return [title, *(f"| {line}" for line in trace_end("\n".join(shown.lines)))]
+            return [f"{log.name} has:", *(f"| {line}" for line in trace_end("\n".join(shown.lines)))]
     return []

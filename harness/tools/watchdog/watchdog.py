@@ -10,13 +10,12 @@ Started by the first rank of a torchrun: `python -m harness.tools.watchdog.watch
 import json
 import math
 import os
-import re
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ import psutil
 
 from harness.runtime.errors import screen_of, tell_said
 from harness.runtime.events import phase_of_step, unix_seconds
+from harness.runtime.failure import Failure, Kind
 from harness.runtime.processes import is_alive
 from harness.tools.run_tree import name_and_pid
 from harness.tools.watchdog import channel
@@ -37,9 +37,16 @@ from harness.tools.watchdog.channel import (
     WatchdogSettings,
     parse,
 )
-from harness.tools.watchdog.deaths import ExitWatch, MemoryKills, how_it_ended
-from harness.tools.watchdog.ending import HostCleanup, is_stopped, keep_and_report, say_in_time
-from harness.tools.watchdog.failures import JobView, Kind, Place, RunFailure, first_failure, names_no_cause
+from harness.tools.watchdog.deaths import ExitWatch, MemoryKills, in_words
+from harness.tools.watchdog.ending import (
+    STORE_LOST_SECONDS,
+    TORCHRUN_SECONDS,
+    HostCleanup,
+    is_stopped,
+    keep_and_report,
+    say_in_time,
+)
+from harness.tools.watchdog.failures import JobView, Place, first_failure, names_no_cause
 from harness.tools.watchdog.verdict import RunVerdict
 
 TICK_SECONDS = 0.25
@@ -54,7 +61,6 @@ COLLECT_SECONDS = 8.0  # ranks stay so long after a deadline, at most, for their
 LATE_SECONDS = 3.0  # a rank that comes so long after all others of its host to a phase of a step is reported
 EXPLANATION_SECONDS = 3.0  # how long the verdict waits for its explanation
 TIMED_OUT = 124
-_PID = re.compile(r"\(pid (\d+)\)")
 
 
 @dataclass(slots=True)
@@ -85,12 +91,10 @@ class LocalRank:
         """Return whether it has neither ended nor said that it exits."""
         return not self.gone and self.left is None
 
-    def ended(self) -> str | None:
-        """Return how it ended, in words, or "" if that is not known; None while it is alive."""
-        if self.exit is None or not self.exit.over.is_set():
-            return None
-        how = self.exit.how or how_it_ended(self.pid)
-        return how or (None if self.is_alive() else "")
+    def has_ended(self) -> bool:
+        return (
+            self.exit is not None and self.exit.over.is_set() and (self.exit.status is not None or not self.is_alive())
+        )
 
     def is_alive(self) -> bool:
         return not self.gone and self.process is not None and is_alive(self.process)
@@ -108,7 +112,7 @@ class Watchdog:
     beats: Heartbeats | None = None
     folder: Path | None = None  # the run directory
     name: str = ""  # in the run directory; "" before the ranks have met
-    own: list[RunFailure] = field(default_factory=list)  # failures that were noticed on this host
+    own: list[Failure] = field(default_factory=list)  # failures that were noticed on this host
     cleanup: HostCleanup = field(init=False)
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -137,7 +141,7 @@ class Watchdog:
             keep_and_report(verdict, reports=any(each.rank == 0 for each in self.ranks))
             if self.settings.holds is not None:  # launch/torchrun.py has waited for this process so far
                 os.close(self.settings.holds)
-                self.cleanup.end_torchrun(self.launcher)
+                self._end_torchrun()
 
     def _end_run(self, screen: int) -> RunVerdict | None:
         """Report the first failure and end what is left. screen: where torchrun writes, a descriptor.
@@ -165,10 +169,14 @@ class Watchdog:
             tell_said()
         self.cleanup.end_ranks(LEAVE_SECONDS)
         if is_plain:
-            self.cleanup.end_torchrun(self.launcher)
+            self._end_torchrun()
         if torchrun_reports:
             say_in_time(verdict.in_a_line(), screen)
         return verdict
+
+    def _end_torchrun(self) -> None:
+        lost = any(each.kind == "lost" for each in self._failures())
+        self.cleanup.end_torchrun(self.launcher, STORE_LOST_SECONDS if lost else TORCHRUN_SECONDS)
 
     def _collect(self, verdict: RunVerdict) -> None:
         """Take stacks and other evidence of what hangs, before anything is ended."""
@@ -192,10 +200,10 @@ class Watchdog:
                     self._hear(key.data)
             self.look()
 
-    def _failures(self) -> list[RunFailure]:
+    def _failures(self) -> list[Failure]:
         """Return the failures of all hosts that are known here; a lost host once."""
         everywhere = [*self.own, *(self.beats.failures() if self.beats else ())]
-        once: dict[Any, RunFailure] = {}
+        once: dict[Any, Failure] = {}
         for failure in sorted(everywhere, key=lambda each: each.time):
             once.setdefault((failure.kind, failure.ranks) if failure.kind == "lost" else id(failure), failure)
         return list(once.values())
@@ -277,9 +285,9 @@ class Watchdog:
                 if begins and place.step is not None:
                     self._compare_arrival(rank, now)
             case channel.Failed(kind, error, trace):
-                named = _PID.search(error)
-                error += self._memory_kill(error, int(named[1]) if named else 0)
-                self._fail(rank, kind, error, trace=trace)
+                of_engine = [pid for pid, owner in self.cleanup.descendants.rank_of.items() if owner == rank.pid]
+                kill = self._memory_kill(of_engine) if "SIGKILL" in error else ""
+                self._fail(rank, kind, error + kill, traceback=trace)
             case channel.Exits(code):
                 rank.left = code
                 if code:
@@ -307,7 +315,6 @@ class Watchdog:
         rank.rank, rank.handler = number, handler
         rank.exit = ExitWatch(rank.pid)
         self.ranks.append(rank)
-        rank.send(watchdog=os.getpid())
         if len(self.ranks) == self.settings.local_world_size:
             Path(self.listener.getsockname()).unlink(missing_ok=True)
 
@@ -324,10 +331,10 @@ class Watchdog:
         """See which rank died or hangs and which host is silent; send beats."""
         now = time.monotonic()
         for rank in [each for each in self.ranks if not each.gone]:
-            if (how := rank.ended()) is not None:
+            if rank.has_ended():
                 if not rank.closed:
                     self._hear(rank)  # it may have said goodbye since we last listened
-                self._note_end(rank, how)
+                self._note_end(rank)
             elif rank.due is not None and now > rank.due and rank.left is None and not rank.failed:
                 for pid, owner in self._stopped_now(by_debugger=True).items():  # of any rank on this host
                     self._fail_stopped(pid, owner, rank.limit)
@@ -393,28 +400,33 @@ class Watchdog:
         detail = f"engine process {name_and_pid(process)}" if process else ""
         self._fail(owner, "stopped", detail, seconds=seconds, code=TIMED_OUT)
 
-    def _note_end(self, rank: LocalRank, how: str) -> None:
+    def _note_end(self, rank: LocalRank) -> None:
         rank.gone = True
-        if rank.left is None and not rank.failed:
-            from_outside = any(name in how for name in ("SIGTERM", "SIGINT", "SIGHUP"))
-            if kill := self._memory_kill(how, rank.pid):
-                how += f"{kill},"
-            self._fail(rank, "ended" if from_outside else "died" if how else "vanished", how or "died")
+        if rank.left is not None or rank.failed:
+            return
+        status = rank.exit.status if rank.exit else None
+        if status is None:
+            self._fail(rank, "vanished", "died")
+            return
+        kind: Kind = "ended" if status & 0x7F in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) else "died"
+        kill = self._memory_kill([rank.pid]) if status & 0x7F == signal.SIGKILL else ""
+        self._fail(rank, kind, in_words(status) + kill + ("," if kill else ""))
 
-    def _memory_kill(self, how: str, pid: int) -> str:
-        """Return what to add if the kernel's out-of-memory killer ended a rank, or a process of its engine."""
-        evidence = "SIGKILL" in how and self.memory_kills.killed(pid)
+    def _memory_kill(self, pids: Iterable[int]) -> str:
+        """Return what to add if the kernel's out-of-memory killer ended one of these processes."""
+        evidence = next(filter(None, map(self.memory_kills.killed, pids)), "")
         return f", and {evidence}" if evidence else ""
 
-    def _fail(self, rank: LocalRank, kind: Kind, detail: str = "", **details: Any) -> None:
-        """Note a failure of a rank, unless it follows from an earlier one. details: other fields of RunFailure."""
+    def _fail(self, rank: LocalRank, kind: Kind, error: str = "", **details: Any) -> None:
+        """Note a failure of a rank, unless it follows from an earlier one. details: other fields of Failure."""
         if rank.failed is None or (rank.failed == "echo" and kind == "exception"):
             rank.failed = kind
-            self._note(kind, (rank.rank,), rank.place, detail=detail, **details)
+            self._note(kind, (rank.rank,), rank.place, error=error, **details)
 
     def _note(self, kind: Kind, ranks: tuple[int, ...], place: Place, **details: Any) -> None:
         values: dict[str, Any] = {"time": unix_seconds(), "host": self.settings.host} | details
-        self.own.append(RunFailure(kind=kind, ranks=ranks, place=place, **values))
+        values |= {"phase": place.phase, "step": place.step, "inside": place.inside}
+        self.own.append(Failure(kind=kind, ranks=ranks, **values))
         self._news = True
 
     def _look_at_launcher(self) -> None:
@@ -422,7 +434,7 @@ class Watchdog:
         staying = [each for each in self.ranks if each.stays()]
         if staying and not is_alive(self.launcher) and not any(each.kind == "launcher" for each in self.own):
             ranks = tuple(each.rank for each in staying)
-            self._note("launcher", ranks, staying[0].place, detail=f"(pid {self.launcher.pid}) is gone")
+            self._note("launcher", ranks, staying[0].place, error=f"(pid {self.launcher.pid}) is gone")
 
     def _processes(self) -> list[psutil.Process]:
         return [each.process for each in self.ranks if each.process and not each.gone]

@@ -16,6 +16,8 @@ KeyError: 'answer'
 SGLANG = '  File "/env/site-packages/sglang/srt/managers/scheduler.py", line 9, in run_scheduler_process\n'
 VLLM = '  File "/env/site-packages/vllm/model_executor/models/qwen2.py", line 9, in load_weights\n'
 HEALTHY = "[2026-11-21 05:44:00 TP0] Decode batch. #running-req: 4, #token: 20480, token usage: 0.13\n"
+SAVER = "[torch_memory_saver.cpp] cudaError error: 1 (invalid argument)  file=csrc/core.cpp func={} line=172\n"
+ROTARY = "rank 0 FAILED: WeightsDidNotArrive: step 1: after the {}: model.rotary_emb.cos_sin_cache\n"
 OWN_ERROR = "RuntimeError: Cannot pause allocation that is not active\n"
 
 
@@ -25,7 +27,11 @@ def diagnosed(folder: Path, text: str) -> Diagnosis:
 
 
 def name(found: Diagnosis) -> str:
-    return f"{found.finding.entry.slug} {found.finding.confidence}" if found.finding else found.verdict
+    return (
+        f"{found.finding.entry.slug} {'known' if found.finding.is_known else 'like'}"
+        if found.finding
+        else found.verdict
+    )
 
 
 WARNINGS = (
@@ -86,24 +92,17 @@ IN_EACH_PROGRAM = {
 
 
 @pytest.mark.parametrize("line", IN_EACH_PROGRAM)
-def test_a_sentence_that_each_program_means_alike_is_named_low_outside_of_sglang(line: str, tmp_path: Path) -> None:
+def test_a_sentence_that_each_program_means_alike_is_what_a_failure_outside_of_sglang_looks_like(
+    line: str, tmp_path: Path
+) -> None:
     general, special = IN_EACH_PROGRAM[line]
     plain = f'Traceback (most recent call last):\n  File "train_ddp.py", line 3, in <module>\n{line}\n'
-    assert name(diagnosed(tmp_path, plain)) == f"{general} low"
-    assert name(diagnosed(tmp_path, f"vllm\n{plain}")) == f"{general} low"
+    assert name(diagnosed(tmp_path, plain)) == f"{general} like"
+    assert name(diagnosed(tmp_path, f"vllm\n{plain}")) == f"{general} like"
     assert name(diagnosed(tmp_path, f"{USER}{plain}")) == "unknown", "an earlier exception is the likelier cause"
-    assert name(diagnosed(tmp_path, f"{plain}{USER}")) == f"{general} low"
+    assert name(diagnosed(tmp_path, f"{plain}{USER}")) == f"{general} like"
     own = f'Traceback (most recent call last):\n{SGLANG}  File "x.py", line 1, in init_torch_distributed\n{line}\n'
     assert name(diagnosed(tmp_path, f"{HEALTHY}{own}")).split()[0] == special
-
-
-def test_a_name_outside_of_its_context_says_so(tmp_path: Path) -> None:
-    line = "ValueError: signal only works in main thread of the main interpreter\n"
-    plain, other = diagnosed(tmp_path, line), diagnosed(tmp_path, f"import vllm\n{line}")
-    assert "the log does not show SGLang" in as_text(plain) and "the log is of another engine" in as_text(other)
-    assert json.loads(as_json(plain))["outside"] == "the log does not show SGLang"
-    own = diagnosed(tmp_path, f"{HEALTHY}{line}")
-    assert "note:" not in as_text(own) and json.loads(as_json(own))["outside"] is None
 
 
 def test_what_another_program_handled_names_nothing(tmp_path: Path) -> None:
@@ -116,13 +115,6 @@ def test_what_another_program_handled_names_nothing(tmp_path: Path) -> None:
         assert found.verdict == "no failure" and "in doubt: " in as_text(found)
 
 
-def test_error_1_of_the_memory_saver_is_a_second_release_for_sure_only_in_resume(tmp_path: Path) -> None:
-    line = "[torch_memory_saver.cpp] cudaError error: 1 (invalid argument)  file=csrc/core.cpp func={} line=172\n"
-    assert name(diagnosed(tmp_path, line.format("resume"))) == "double-resume-or-release high"
-    assert name(diagnosed(tmp_path, line.format("pause"))) == "double-resume-or-release low"
-    assert "without a second release" in " ".join(as_text(diagnosed(tmp_path, line.format("pause"))).split())
-
-
 def test_a_schedulers_own_exception_is_the_first_failure(tmp_path: Path) -> None:
     # The line that opens its traceback says that there is one; that it is known does not explain the exception.
     text = f"[2026-11-21 05:44:01 TP0] Scheduler hit an exception: Traceback (most recent call last):\n{SGLANG}"
@@ -133,7 +125,7 @@ def test_a_schedulers_own_exception_is_the_first_failure(tmp_path: Path) -> None
 
 def test_an_error_that_was_survived_is_not_what_ended_the_log(tmp_path: Path) -> None:
     near = diagnosed(tmp_path, f"{OWN_ERROR}{HEALTHY * 20}{USER}")
-    assert name(near) == "double-resume-or-release high"
+    assert name(near) == "double-resume-or-release known"
     assert near.ending and near.ending.text == "KeyError: 'answer'"
     assert "ends with: " in as_text(near) and "KeyError: 'answer'" in as_text(near)
     far = diagnosed(tmp_path, f"{OWN_ERROR}{HEALTHY * 300}{USER}")
@@ -172,7 +164,7 @@ def test_what_is_harmless_alone_hides_no_exception_that_quotes_it(tmp_path: Path
     assert as_text(
         diagnosed(tmp_path, f"{HEALTHY}[rank1]:[W1121 05:44:00.1 socket.cpp:752] [c10d] {quoted}\n")
     ).startswith("no failure seen: ")
-    assert name(diagnosed(tmp_path, f"{error} {quoted}\n")) == "ranks-did-not-meet low"
+    assert name(diagnosed(tmp_path, f"{error} {quoted}\n")) == "ranks-did-not-meet like"
 
 
 def test_a_line_in_doubt_is_shown_with_the_last_lines(tmp_path: Path) -> None:
@@ -183,7 +175,7 @@ def test_a_line_in_doubt_is_shown_with_the_last_lines(tmp_path: Path) -> None:
     assert as_text(diagnosed(tmp_path, f"{HEALTHY}errors: 0, timeout=300, 0.1 failed\n")).startswith("no failure ")
 
 
-MILD_DOUBTS = (
+WITH_WORDS_OF_FAILURE = (
     "WARNING 11-21 05:44:00 [core.py:7] Timed out waiting for the workers. A worker died or was killed",
     "[rank1]:[W1121 05:44:00.1 socket.cpp:752] [c10d] The IPv6 network addresses cannot be retrieved, retrying",
     "[W socket.cpp:601] [c10d] The client socket has failed to connect to [node-0]:29500 (errno: 111 - Connection refused).",
@@ -199,7 +191,7 @@ MILD_DOUBTS = (
 )
 
 
-@pytest.mark.parametrize("line", MILD_DOUBTS)
+@pytest.mark.parametrize("line", WITH_WORDS_OF_FAILURE)
 def test_no_line_with_words_of_failure_is_passed_over_in_silence(line: str, tmp_path: Path) -> None:
     found = diagnosed(tmp_path, f"{HEALTHY}{line}\n{HEALTHY}")
     text = as_text(found)
@@ -208,11 +200,6 @@ def test_no_line_with_words_of_failure_is_passed_over_in_silence(line: str, tmp_
         assert text.count("last line: ") == 3
     else:
         assert found.finding or found.suspicious
-
-
-def test_a_mild_doubt_is_not_shown_as_what_came_before_a_consequence(tmp_path: Path) -> None:
-    lost = "[2026-11-21 05:44:02] Received sigquit from a child process. It usually means the child failed.\n"
-    assert "before it" not in as_text(diagnosed(tmp_path, f"{HEALTHY}WARNING an attempt failed\n{lost}"))
 
 
 def test_in_a_log_that_begins_with_its_end_a_later_line_is_not_before(tmp_path: Path) -> None:
@@ -228,29 +215,16 @@ def test_a_consequence_that_nobody_knows_does_not_make_its_cause_survived(tmp_pa
     gone = 'Traceback (most recent call last):\n  File "/x/aiohttp/client.py", line 7, in connect\n'
     gone += "aiohttp.client_exceptions.ClientConnectorError: Cannot connect to host 10.0.0.1:30000\n"
     found = diagnosed(tmp_path, f"{OWN_ERROR}{HEALTHY * 300}{gone}")
-    assert name(found) == "double-resume-or-release high"
+    assert name(found) == "double-resume-or-release known"
     assert diagnosed(tmp_path, gone).verdict == "unknown"
     both = diagnosed(tmp_path, f"{gone}{USER}")
     assert both.verdict == "unknown" and both.suspicious and both.suspicious.text == "KeyError: 'answer'"
 
 
-@pytest.mark.parametrize("heading", ["RuntimeError:", "Last error:"])
-def test_a_heading_is_quoted_with_what_it_announces(heading: str, tmp_path: Path) -> None:
-    found = as_text(diagnosed(tmp_path, f"{HEALTHY}{heading}\n\nthe loader met two tensors of one name\n"))
-    assert f"{heading} the loader met two tensors of one name" in found
-
-
 def test_one_sentence_is_shown_once(tmp_path: Path) -> None:
     line = "RuntimeError: Gloo connectFullMesh failed with [x] Connection closed by peer [10.0.0.2]:38032 gloo"
     found = as_text(diagnosed(tmp_path, f"[2026-11-21 05:44:00 TP1] sglang\n{line}\n{line}\n"))
-    assert found.startswith("multinode-tp-init-timeout") and found.count("connectFullMesh") == 1
-
-
-def test_a_consequence_may_follow_from_a_line_in_doubt(tmp_path: Path) -> None:
-    lost = "[2026-11-21 05:44:02] Received sigquit from a child process. It usually means the child failed.\n"
-    found = as_text(diagnosed(tmp_path, f"{HEALTHY}The router is unreachable, giving up\n{lost}"))
-    assert "perhaps from the line before it" in found and "before it, unknown: " in found
-    assert "which these logs do not show" in as_text(diagnosed(tmp_path, f"{HEALTHY}{lost}"))
+    assert found.startswith("known as multinode-tp-init-timeout: ") and found.count("connectFullMesh") == 1
 
 
 STEPS = {
@@ -311,7 +285,7 @@ KERNEL = (
 @pytest.mark.parametrize("line", KERNEL)
 def test_the_kernel_says_which_program_it_killed(line: str, tmp_path: Path) -> None:
     for program in ("python3", "python3.11", "pt_main_thread", "ray::WorkerDict", "sglang::schedul"):
-        assert name(diagnosed(tmp_path, f"{HEALTHY}{line.format(program)}\n")) == "host-out-of-memory high", program
+        assert name(diagnosed(tmp_path, f"{HEALTHY}{line.format(program)}\n")) == "host-out-of-memory known", program
     for program in ("chrome", "java", "mysqld", "Web Content", "node"):
         killed = line.format(program.split()[-1] if "invoked" in line else program)
         alone = diagnosed(tmp_path, f"{HEALTHY}{killed}\n{HEALTHY}")
@@ -319,14 +293,14 @@ def test_the_kernel_says_which_program_it_killed(line: str, tmp_path: Path) -> N
         found = diagnosed(tmp_path, f"{HEALTHY}{killed}\n{HEALTHY}{USER}")
         assert found.verdict == "unknown" and found.suspicious and found.suspicious.text == "KeyError: 'answer'"
         known = diagnosed(tmp_path, f"{HEALTHY}{killed}\n{OWN_ERROR}")
-        assert name(known) == "double-resume-or-release high" and known.others == ()
+        assert name(known) == "double-resume-or-release known" and known.others == ()
 
 
 def test_a_program_of_any_name_is_the_runs_if_its_launcher_names_the_pid(tmp_path: Path) -> None:
     kernel, lost = tmp_path / "dmesg.log", tmp_path / "a.log"
     kernel.write_text(KERNEL[0].format("my_trainer") + "\n")
     lost.write_text(f"{HEALTHY}failed (exitcode: -9) local_rank: 0 (pid: 4242) of binary: /usr/bin/my_trainer\n")
-    assert name(diagnose([str(lost), str(kernel)])) == "host-out-of-memory high"
+    assert name(diagnose([str(lost), str(kernel)])) == "host-out-of-memory known"
     lost.write_text(f"{HEALTHY}failed (exitcode: -9) local_rank: 0 (pid: 77) of binary: /usr/bin/my_trainer\n")
     assert diagnose([str(lost), str(kernel)]).verdict == "unknown"
 
@@ -335,7 +309,7 @@ def test_who_asked_for_memory_is_not_who_was_killed(tmp_path: Path) -> None:
     found = diagnosed(tmp_path, f"{KERNEL[5].format('python3')}\n{KERNEL[0].format('chrome')}\n{HEALTHY}")
     assert found.verdict == "no failure"
     found = diagnosed(tmp_path, f"{KERNEL[5].format('chrome')}\n{KERNEL[0].format('python3')}\n")
-    assert name(found) == "host-out-of-memory high"
+    assert name(found) == "host-out-of-memory known"
 
 
 def test_an_environment_or_a_folder_named_sglang_is_not_sglang(tmp_path: Path) -> None:
@@ -345,7 +319,7 @@ def test_an_environment_or_a_folder_named_sglang_is_not_sglang(tmp_path: Path) -
     error = "RuntimeError: nonce == returnedNonce INTERNAL ASSERT FAILED\n"
     for file in ("/user/sglang/train.py", "/opt/conda/envs/sglang/lib/python3.11/multiprocessing/process.py"):
         own = f'Traceback (most recent call last):\n  File "{file}", line 3, in run\n{error}'
-        assert name(diagnosed(tmp_path, f"{HEALTHY}{own}")) == "port-collision-same-seed low"
+        assert name(diagnosed(tmp_path, f"{HEALTHY}{own}")) == "port-collision-same-seed like"
 
 
 STEP_LINES = (
@@ -370,17 +344,17 @@ def test_a_failure_after_which_steps_went_well_did_not_end_the_run(step: str, tm
     late = step.format(7) + step.format(8)  # of the other ranks, which print the step in which the first one failed
     for text in (cut, cut + HEALTHY, cut + late):
         found = diagnosed(tmp_path, text)
-        assert name(found) == "double-resume-or-release high" and found.went_on is None
+        assert name(found) == "double-resume-or-release known" and found.went_on is None
     found = diagnosed(tmp_path, cut + step.format(8) + HEALTHY + step.format(9))
-    assert name(found) == "double-resume-or-release medium"
+    assert name(found) == "double-resume-or-release known"
     assert found.went_on and found.went_on.whole == step.format(9).rstrip()
     assert "goes on well after this failure" in as_text(found) and json.loads(as_json(found))["went_on"]["line"] == 7
 
 
 @pytest.mark.parametrize("end", ENDS_WELL)
 def test_a_failure_of_a_run_that_ended_well(end: str, tmp_path: Path) -> None:
-    assert name(diagnosed(tmp_path, f"{OWN_ERROR}{HEALTHY}{end}")) == "double-resume-or-release medium"
-    assert name(diagnosed(tmp_path, f"{end}{HEALTHY}{OWN_ERROR}")) == "double-resume-or-release high"
+    assert name(diagnosed(tmp_path, f"{OWN_ERROR}{HEALTHY}{end}")) == "double-resume-or-release known"
+    assert name(diagnosed(tmp_path, f"{end}{HEALTHY}{OWN_ERROR}")) == "double-resume-or-release known"
     unknown = diagnosed(tmp_path, f"{USER}{HEALTHY}{end}")
     assert unknown.verdict == "unknown" and unknown.went_on and "goes on well after this failure" in as_text(unknown)
 
@@ -388,8 +362,8 @@ def test_a_failure_of_a_run_that_ended_well(end: str, tmp_path: Path) -> None:
 def test_of_two_failures_the_one_that_was_not_survived_is_the_cause(tmp_path: Path) -> None:
     steps = STEP_LINES[0].format(8) + STEP_LINES[0].format(9)
     other = "AssertionError: dp_size must be 1 or dp attention must be enabled for update weights from tensor\n"
-    assert name(diagnosed(tmp_path, f"{OWN_ERROR}{steps}{other}")) == "dp-attention-update high"
-    assert name(diagnosed(tmp_path, f"{other}{steps}{OWN_ERROR}")) == "double-resume-or-release high"
+    assert name(diagnosed(tmp_path, f"{OWN_ERROR}{steps}{other}")) == "dp-attention-update known"
+    assert name(diagnosed(tmp_path, f"{other}{steps}{OWN_ERROR}")) == "double-resume-or-release known"
     found = diagnosed(tmp_path, f"{OWN_ERROR}{steps}{USER}")
     assert found.verdict == "unknown" and found.suspicious and found.suspicious.text == "KeyError: 'answer'"
     assert [each.entry.slug for each in found.others] == ["double-resume-or-release"]
@@ -401,10 +375,10 @@ def test_a_later_file_may_show_that_the_run_went_on(tmp_path: Path) -> None:
     (tmp_path / "engine.log").write_text(f"2026-11-21 05:44:00 {OWN_ERROR}")
     (tmp_path / "trainer.log").write_text("".join(f"2026-11-21 05:4{n}:30 step {n}: loss=0.3\n" for n in range(4)))
     files = [str(tmp_path / "engine.log"), str(tmp_path / "trainer.log")]
-    assert name(diagnose(files)) == "double-resume-or-release high"
+    assert name(diagnose(files)) == "double-resume-or-release known"
     with (tmp_path / "trainer.log").open("a") as log:
         log.write("".join(f"2026-11-21 05:4{n}:30 step {n}: loss=0.3\n" for n in range(4, 6)))
-    assert name(diagnose(files)) == "double-resume-or-release medium"
+    assert name(diagnose(files)) == "double-resume-or-release known"
 
 
 WITHOUT = (
@@ -466,37 +440,43 @@ CONTAINER = '"State": {{"Status": "running",\n "OOMKilled": {},\n "Pid": 7}}\n'
 OWN_NAME, NONCES, OUT_OF_MEMORY = "double-resume-or-release", "port-collision-same-seed", "host-out-of-memory"
 
 NAMED = [
-    ("RuntimeError: torch.cuda.MemPool doesn't currently support expandable_segments.\n", "expandable-segments medium"),
-    (HEALTHY + trace('  File "/app/mine.py", line 3, in <module>\n', NONCE), f"{NONCES} low"),
-    (trace(SGLANG, NONCE), f"{NONCES} medium"),
+    ("RuntimeError: torch.cuda.MemPool doesn't currently support expandable_segments.\n", "expandable-segments known"),
+    (HEALTHY + trace('  File "/app/mine.py", line 3, in <module>\n', NONCE), f"{NONCES} like"),
+    (trace(SGLANG, NONCE), f"{NONCES} known"),
     # Failures in between connect a cause with the end; a line nearby counts however often it stood before.
     (
         f"{OWN_ERROR}{HEALTHY * 150}RuntimeError: Connection closed by peer [10.0.0.2]:38032\n{HEALTHY * 150}{USER}",
-        f"{OWN_NAME} high",
+        f"{OWN_NAME} known",
     ),
     (
         "sglang\n" + "in resume_memory_occupation: done\n" * 500 + HEALTHY * 300
         + "in resume_memory_occupation: done\nKeyError: 'kv_cache'\n",
-        f"{OWN_NAME} high",
+        f"{OWN_NAME} known",
     ),
-    # High confidence needs all conditions.
-    (LOADER + DIED.format(127), "tms-missing-libcudart high"),
-    (LOADER + DIED.format(1), "tms-missing-libcudart medium"),
+    # Error 1 is a second release for sure only in resume.
+    (SAVER.format("resume"), f"{OWN_NAME} known"),
+    (SAVER.format("pause"), f"{OWN_NAME} like"),
+    # A rotary table that changed is not called lost.
+    (ROTARY.format("sync the engine has changed what no sync fills"), "weights-did-not-arrive"),
+    (ROTARY.format("rollout the engine has changed what no sync fills, or what is derived"), "weights-did-not-arrive"),
+    (ROTARY.format("sync the engine holds other weights"), "non-parameter-tensors-lost"),
+    (LOADER + DIED.format(127), "tms-missing-libcudart known"),
+    (LOADER + DIED.format(1), "tms-missing-libcudart known"),
     # A config that names each engine is no context.
-    (CONFIG + SIGNAL, "signal-outside-main-thread low"),
-    (CONFIG + SGLANG + SIGNAL, "signal-outside-main-thread high"),
+    (CONFIG + SIGNAL, "signal-outside-main-thread like"),
+    (CONFIG + SGLANG + SIGNAL, "signal-outside-main-thread known"),
     # The pool is too small only if it is; of names and folders, the end of one is another.
-    (POOL + FREE.format(5248), "prefill-out-of-memory medium"),
-    (POOL, "prefill-out-of-memory low"),
-    (MOVED.format("/env/sglang/__init__.py"), "sglang-import-moved high"),
+    (POOL + FREE.format(5248), "prefill-out-of-memory known"),
+    (POOL, "prefill-out-of-memory like"),
+    (MOVED.format("/env/sglang/__init__.py"), "sglang-import-moved known"),
     (trace(LOADED, EXPERTS.format("", "")), "packed-experts-names"),
-    (trace(LOADED, EXPERTS.format("shared_", ".input_scale")), "quantization-scales medium"),
+    (trace(LOADED, EXPERTS.format("shared_", ".input_scale")), "quantization-scales known"),
     (IGNORED + MISSED, "sgl-kernel-missing"),
-    *((HEALTHY + RAY.format(count), f"{OUT_OF_MEMORY} high") for count in (1, 10)),
-    (HEALTHY + CONTAINER.format("true"), f"{OUT_OF_MEMORY} high"),
+    *((HEALTHY + RAY.format(count), f"{OUT_OF_MEMORY} known") for count in (1, 10)),
+    (HEALTHY + CONTAINER.format("true"), f"{OUT_OF_MEMORY} known"),
     # What only names a step, or ends one process, does not show that the run went on.
     *(
-        (OWN_ERROR + "".join(f"{line.format(number)}\n" for number in range(5)), f"{OWN_NAME} high")
+        (OWN_ERROR + "".join(f"{line.format(number)}\n" for number in range(5)), f"{OWN_NAME} known")
         for line in (
             "RuntimeError: rank 3 failed in step {}: loss=nan", "waiting for step {}", "worker {} exited with code 0",
             "exit code: 0 of step {}",
@@ -551,6 +531,7 @@ FINE = [
     *((f"{HEALTHY}{line}\n", "no failure seen: ") for line in (*ON_EVERY_CPU, *SETTINGS)),
     (HEALTHY + CONTAINER.format("false"), "no failure seen: "),
     (IGNORED, "no failure"),
+    ("Exception ignored in: <function f>\n" + USER, "no failure"),
 ]
 """Text of a log -> how the answer begins."""
 

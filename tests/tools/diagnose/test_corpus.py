@@ -1,14 +1,12 @@
 """Logs of other people: how many are named, and that none is named wrongly with confidence."""
 
 import tomllib
-from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
 
-from harness.tools.diagnose.diagnose import Confidence
 from harness.tools.diagnose.entries import UNKNOWN, catalogue
-from tests.tools.diagnose.corpus.score import FOLDER, SETS, Answer, answers, false_names, named_share
+from tests.tools.diagnose.corpus.score import FOLDER, SETS, answers, false_names, named_share
 
 INDEX = {
     name: tomllib.loads(file.read_text(encoding="utf-8"))["logs"]
@@ -17,48 +15,16 @@ INDEX = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Floor:
-    """What a set must keep to; how each was measured is in harness/tools/diagnose/README.md."""
-
-    named: float
-    """Least share of the known logs whose cause is named."""
-    high: int = 0
-    """Most false names of high confidence."""
-    medium: int
-    """The same of medium confidence: at most 1 in 50 logs."""
-
-
-FLOORS = {
-    "signatures": Floor(named=0.97, medium=0),
-    "measure": Floor(named=0.96, medium=0),
-    "fresh": Floor(named=0.85, medium=0),
-}
-"""Just below what holds. Signatures were written on the first two, so that only fresh says how unseen logs fare."""
+NAMED = {"signatures": 0.97, "measure": 0.96, "fresh": 0.85}
+"""Least share of the known logs whose cause is named, for sure or not: just below what holds. Signatures were written on
+the first two, so that only fresh says how unseen logs fare."""
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_names_keep_to_their_floor(name: str) -> None:
-    found, floor = answers(FOLDER / name), FLOORS[name]
-    assert len(false_names(found, "high")) <= floor.high
-    assert len(false_names(found, "medium")) <= floor.medium
-    assert named_share(found) >= floor.named
-
-
-def test_the_score_tells_right_false_and_missed() -> None:
-    def answer(cause: str, named: str, confidence: Confidence | None) -> Answer:
-        return Answer(log="a", cause=cause, named=named, confidence=confidence)
-
-    found = [
-        answer("fp8-reload", "fp8-reload", "low"),
-        answer("fp8-reload", UNKNOWN, None),
-        answer("fp8-reload", "safe-unpickler", "high"),
-        answer(UNKNOWN, "safe-unpickler", "high"),
-        answer(UNKNOWN, UNKNOWN, None),
-    ]
-    assert named_share(found) == pytest.approx(1 / 3)
-    assert [each.cause for each in false_names(found, "high")] == ["fp8-reload", UNKNOWN]
-    assert not false_names(found, "low")
+def test_no_name_is_known_wrongly_and_most_causes_are_named(name: str) -> None:
+    found = answers(FOLDER / name)
+    assert not false_names(found, is_known=True)
+    assert named_share(found) >= NAMED[name]
 
 
 @pytest.mark.parametrize("name", INDEX)

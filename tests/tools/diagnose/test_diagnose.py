@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from harness.tools.diagnose.diagnose import Diagnosis, diagnose
 from harness.tools.diagnose.diagnosis_text import as_text
-from harness.tools.diagnose.entries import CatalogueEntry, catalogue
+from harness.tools.diagnose.entries import catalogue
 from harness.tools.diagnose.log_lines import log_files
 from harness.tools.diagnose.symptoms import MOST_TEXTS, read_facts
 
@@ -68,25 +68,19 @@ def slug(found: Diagnosis) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(ENTRIES)), ids=lambda number: ENTRIES[number].slug)
-def test_an_example_is_known_behind_prefixes(number: int, tmp_path: Path) -> None:
+def test_an_example_is_known_behind_prefixes_among_noise_and_consequences(number: int, tmp_path: Path) -> None:
     entry = ENTRIES[number]
+    around = [*NOISE, *([] if entry.consequence else CONSEQUENCES), *NOISE]
     for index, example in enumerate(entry.examples):
         prefix = list(PREFIXES.values())[(number + index) % len(PREFIXES)]  # each entry one, each prefix several
         lines = [prefix(line) for line in example["log"].splitlines()]
-        assert slug(diagnosed(tmp_path, "\n".join(lines))) == entry.slug
+        assert slug(diagnosed(tmp_path, "\n".join([*around, *lines, *around]))) == entry.slug
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_a_traceback_is_known_behind_each_prefix(prefix: str, tmp_path: Path) -> None:
     lines = [PREFIXES[prefix](line) for line in catalogue()["port-collision-same-seed"].examples[0]["log"].splitlines()]
     assert slug(diagnosed(tmp_path, "\n".join(lines))) == "port-collision-same-seed"
-
-
-@pytest.mark.parametrize("entry", [each for each in ENTRIES if not each.consequence], ids=lambda entry: entry.slug)
-def test_consequences_before_and_after_do_not_hide_the_cause(entry: CatalogueEntry, tmp_path: Path) -> None:
-    for example in entry.examples:
-        text = "\n".join([*NOISE, *CONSEQUENCES, *NOISE, example["log"], *NOISE, *CONSEQUENCES])
-        assert slug(diagnosed(tmp_path, text)) == entry.slug
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -111,14 +105,9 @@ OF_OTHER_PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", OF_OTHER_PROGRAMS)
-def test_a_sentence_of_every_program_is_named_with_low_confidence(name: str) -> None:
+def test_a_failure_only_looks_like_a_sentence_of_every_program(name: str) -> None:
     finding = diagnose([str(LOGS / "other_programs" / f"{name}.log")]).finding
-    assert finding and (finding.entry.slug, finding.confidence) == (OF_OTHER_PROGRAMS[name], "low")
-    assert bool(finding.outside) == bool(finding.entry.context)
-
-
-def test_there_are_enough_unrelated_logs() -> None:
-    assert len(UNRELATED) >= 25
+    assert finding and (finding.entry.slug, finding.is_known) == (OF_OTHER_PROGRAMS[name], False)
 
 
 @pytest.mark.parametrize("file", UNRELATED, ids=lambda file: file.stem)
@@ -131,16 +120,6 @@ def test_an_unrelated_failure_is_unknown(file: Path) -> None:
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: report["url"].removeprefix("https://github.com/"))
 def test_a_public_report(report: dict[str, str], tmp_path: Path) -> None:
     assert slug(diagnosed(tmp_path, report["log"])) == report["slug"]
-
-
-def test_the_reports_are_no_examples() -> None:
-    examples = {line for entry in ENTRIES for each in entry.examples for line in each["log"].splitlines()}
-    assert not [
-        line
-        for report in REPORTS
-        for line in report["log"].splitlines()
-        if line and line in examples and len(line) > 99
-    ]
 
 
 def test_noise_alone_is_no_failure(tmp_path: Path) -> None:
@@ -156,24 +135,13 @@ def test_the_earliest_cause_wins(tmp_path: Path) -> None:
     assert [each.entry.slug for each in found.others] == ["tms-cumemcreate-oom"]
 
 
-def test_of_several_files_the_earliest_in_time_wins(tmp_path: Path) -> None:
-    (tmp_path / "rank0.log").write_text(
-        "2025-11-21 05:44:09 [torch_memory_saver.cpp] CUresult error: 2 func=cu_mem_create\n"
-    )
-    (tmp_path / "rank1.log").write_text(
-        "2025-11-21 05:44:03 AssertionError: dp_size must be 1 for update weights from distributed\n"
-    )
-    files = [str(tmp_path / "rank0.log"), str(tmp_path / "rank1.log")]
-    assert slug(diagnose(files)) == slug(diagnose(files[::-1])) == "dp-attention-update"
-
-
 def test_a_decisive_line_does_not_lose_to_the_number_of_its_consequences(tmp_path: Path) -> None:
     frame = '  File "/x/sglang/srt/managers/scheduler.py", line 7, in resume_memory_occupation\n'
     cause = f"Traceback (most recent call last):\n{frame}KeyError: 'kv_cache'\n"
     consequence = 'Traceback (most recent call last):\n  File "/x/aiohttp/client.py", line {0}, in connect\n'
     consequence += "aiohttp.ClientConnectorError: Cannot connect to host 10.0.0.1:{0}\n"
     found = diagnosed(tmp_path, cause + "".join(consequence.format(30000 + number) for number in range(1000)))
-    assert found.finding and (slug(found), found.finding.confidence) == ("double-resume-or-release", "high")
+    assert found.finding and (slug(found), found.finding.is_known) == ("double-resume-or-release", True)
     assert found.ending and found.ending.text.endswith(":30999")
 
 
@@ -182,7 +150,7 @@ def test_consequences_that_all_differ_take_no_room(tmp_path: Path) -> None:
     names = ("".join(chr(97 + int(digit)) for digit in str(number)) for number in range(4 * MOST_TEXTS))
     text = "".join(f"aiohttp.ClientConnectorError: Cannot connect to host {name}\n" for name in names)
     found = diagnosed(tmp_path, f"{text}{cause}{text}")
-    assert found.finding and (slug(found), found.finding.confidence) == ("double-resume-or-release", "high")
+    assert found.finding and (slug(found), found.finding.is_known) == ("double-resume-or-release", True)
     assert len(read_facts([str(tmp_path / "a.log")]).symptoms) < 2 * MOST_TEXTS
 
 
@@ -203,25 +171,11 @@ def test_an_exception_that_nobody_knows_is_not_hidden_by_its_consequence(tmp_pat
     assert "peer-vanished" in [each.entry.slug for each in found.others]
 
 
-def test_an_exception_before_the_cause_lowers_the_confidence(tmp_path: Path) -> None:
+def test_after_an_unknown_exception_nothing_is_known_for_sure(tmp_path: Path) -> None:
     cause = "AssertionError: dp_size must be 1 or dp attention must be enabled for update weights from tensor"
     before = diagnosed(tmp_path, cause).finding
     after = diagnosed(tmp_path, f"ZeroDivisionError: division by zero\n{cause}").finding
-    assert before and after and (before.confidence, after.confidence) == ("high", "low")
-
-
-def test_a_rotary_table_that_changed_is_not_called_lost(tmp_path: Path) -> None:
-    what = "WeightsDidNotArrive: step 1: after the {} changed what no sync fills{}: model.rotary_emb.cos_sin_cache"
-    for said in (what.format("sync the engine has", ""), what.format("rollout the engine has", ", or what is derived")):
-        found = diagnosed(tmp_path, f"rank 0 FAILED: {said}")
-        assert slug(found) == "weights-did-not-arrive"
-    lost = "WeightsDidNotArrive: step 1: after the sync the engine holds other weights: model.rotary_emb.cos_sin_cache"
-    assert slug(diagnosed(tmp_path, lost)) == "non-parameter-tensors-lost"
-
-
-def test_an_exception_that_python_ignored_is_none(tmp_path: Path) -> None:
-    text = "Exception ignored in: <function f>\nTraceback (most recent call last):\n  File 'x'\nKeyError: 3\n"
-    assert diagnosed(tmp_path, text).verdict == "no failure"
+    assert before and after and (before.is_known, after.is_known) == (True, False)
 
 
 def test_gzip_invalid_utf8_and_long_lines(tmp_path: Path) -> None:
@@ -230,13 +184,6 @@ def test_gzip_invalid_utf8_and_long_lines(tmp_path: Path) -> None:
     found = diagnose([str(tmp_path / "a.log.gz")])
     assert slug(found) == "tms-cumemcreate-oom"
     assert found.finding and found.finding.line.number == 2
-
-
-def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    whole = gzip.compress(b"[torch_memory_saver.cpp] CUresult error: 2 (out of memory) func=cu_mem_create\n")
-    for damaged in (whole + b"garbage", whole[:-8] + bytes(8), whole[:-3]):
-        (tmp_path / "a.log.gz").write_bytes(damaged)
-        assert slug(diagnose([str(tmp_path / "a.log.gz")])) == "tms-cumemcreate-oom"
 
 
 @pytest.mark.parametrize(
@@ -307,10 +254,10 @@ def test_the_command_and_its_exit_codes(tmp_path: Path) -> None:
         "ok\nAssertionError: dp_size must be 1 or dp attention must be enabled for update weights from tensor\n"
     )
     run = launch(str(log))
-    assert run.returncode == 0 and run.stdout.startswith("dp-attention-update (confidence: high)")
+    assert run.returncode == 0 and run.stdout.startswith("known as dp-attention-update: ")
     assert f"{log}:2: AssertionError: dp_size" in run.stdout
     values = json.loads(launch(str(log), "--json").stdout)
-    assert (values["slug"], values["confidence"], values["evidence"][0]["line"]) == ("dp-attention-update", "high", 2)
+    assert (values["verdict"], values["slug"], values["evidence"][0]["line"]) == ("known", "dp-attention-update", 2)
     unknown = launch("-", given="ZeroDivisionError: division by zero\n")
     assert unknown.returncode == 1 and "-:1: ZeroDivisionError" in unknown.stdout
     assert launch("-", given="all is well\n").returncode == 3
@@ -327,12 +274,6 @@ def test_what_is_no_log_is_refused_in_one_sentence(content: bytes, said: str, tm
     for name, text in ((str(tmp_path / "a.log"), b""), ("-", content)):
         run = subprocess.run([*command, name], input=text, capture_output=True, cwd=REPOSITORY)
         assert run.returncode == 2 and said in run.stderr.decode() and len(run.stderr.splitlines()) == 1
-
-
-def test_without_a_failure_the_last_line_is_shown(tmp_path: Path) -> None:
-    assert "last line: " in as_text(diagnosed(tmp_path, "step 1\nstep 2\n\n")) and "a.log:2: step 2" in as_text(
-        diagnosed(tmp_path, "step 1\nstep 2\n\n")
-    )
 
 
 def test_the_time_to_read_a_log_grows_with_its_length_alone(tmp_path: Path) -> None:

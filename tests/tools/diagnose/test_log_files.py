@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import threading
-import zlib
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,7 @@ def test_another_encoding_is_to_be_converted(packed: bool, tmp_path: Path) -> No
         log.write_bytes(gzip.compress(data) if packed else data)
         run = launch(str(log))
         assert run.returncode == 2 and run.stderr.count("\n") == 1
-        assert f"{log} is not text in UTF-8; convert it" in run.stderr
+        assert f"{log} is not text in UTF-8; unpack" in run.stderr
 
 
 @pytest.mark.parametrize("name", ["a.log", "a.json", "a.jsonl", "a.json.gz", "a.gz"])
@@ -51,43 +49,10 @@ def test_the_content_and_not_the_name_says_how_a_file_is_packed(name: str, packe
         assert slug(diagnose([str(tmp_path / name)])) == SLUG
 
 
-def test_a_packed_archive_of_logs_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text(f"{ERROR}\n")
-    with tarfile.open(tmp_path / "logs.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "a.log", "a.log")
-    check_readable([str(tmp_path / "logs.tar.gz")])
-    assert slug(diagnose([str(tmp_path / "logs.tar.gz")])) == SLUG
-
-
 def test_a_file_named_json_may_have_one_value_in_each_line(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"log": "started"}) + "\n" + json.dumps({"log": f"x\n{ERROR}"}) + "\n")
     found = diagnose([str(tmp_path / "a.json")]).finding
     assert found and (found.line.whole, found.line.number) == (ERROR, 2)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["a.log", "a.json"])
-def test_a_small_file_that_unpacks_to_a_large_one_takes_little_memory(name: str, tmp_path: Path) -> None:
-    """256 MB in one line, of which less than 64 MB are held at a time."""
-    packed = zlib.compressobj(wbits=31)
-    with (tmp_path / name).open("wb") as file:
-        for _ in range(256):
-            file.write(packed.compress(b"[" * (1 << 20)))
-        file.write(packed.compress(f"\n{ERROR}\n".encode()) + packed.flush())
-    assert (tmp_path / name).stat().st_size < 1 << 20
-    program = (
-        "import resource, sys\n"
-        "from harness.tools.diagnose.log_lines import check_readable, raw_lines\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "check_readable(sys.argv[1:])\n"
-        "print(max(number for number, _ in raw_lines(sys.argv[1])))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / name)], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    lines, kilobytes = map(int, done.stdout.split())
-    assert lines == 2 and kilobytes < 64 << 10, done.stderr
 
 
 def test_a_log_that_was_cut_while_it_was_written_begins_with_zeros(tmp_path: Path) -> None:
@@ -145,7 +110,7 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     writer = threading.Thread(target=lambda: pipe.write_bytes(gzip.compress(f"{ERROR}\n".encode())), daemon=True)
     writer.start()
     run = launch(str(pipe), timeout=60)
-    assert run.returncode == 0 and run.stdout.startswith(SLUG), run.stderr
+    assert run.returncode == 0 and run.stdout.startswith(f"known as {SLUG}: "), run.stderr
     writer.join()
 
 
@@ -171,15 +136,6 @@ def test_a_table_within_a_table_is_not_taken_apart(tmp_path: Path) -> None:
     ]
 
 
-def test_json_lines_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = {"time": 1.5, "rank": 0, "host": "h"}
-    rows = [*[ours | {"event": "ok"}] * 3, ours | {"event": "failed", "error": ERROR}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("it is read whole"))
-    monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("it is read whole"))
-    assert [number for number, _ in raw_lines(str(tmp_path / "a.jsonl"))] == [4]
-
-
 def test_the_message_of_a_row_of_structlog_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"event": ERROR, "level": "error"}) + "\n")
     assert slug(diagnose([str(tmp_path / "a.jsonl")])) == SLUG
@@ -202,14 +158,3 @@ def test_a_table_in_each_line_is_read_in_any_file(name: str, tmp_path: Path) -> 
         (tmp_path / name).write_text("\n".join(["starting sglang", *rows, ""]))
         found = diagnose([str(tmp_path / name)])
         assert found.verdict == "unknown" and found.suspicious and found.suspicious.text == "reward.BadAnswer: 7"
-
-
-@pytest.mark.parametrize(("level", "verdict"), [("error", "unknown"), ("FATAL", "unknown"), ("info", "no failure")])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.log"])
-def test_the_level_of_a_row_counts(level: str, verdict: str, name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(
-        json.dumps({"severity": level, "logger": "my.worker", "message": "worker 3 is gone"}) + "\n"
-    )
-    found = diagnose([str(tmp_path / name)])
-    assert found.verdict == verdict
-    assert verdict != "unknown" or (found.suspicious and found.suspicious.text == "worker 3 is gone")

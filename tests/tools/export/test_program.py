@@ -338,7 +338,6 @@ def test_what_the_run_s_own_code_did_is_planted(changed: dict[str, Any], stateme
     [
         {"code": 0},
         {"code": None},
-        {"kind": "watchdog", "error": "(pid 7) was killed by SIGKILL"},
         {"error": "EngineRefused: update_weights_from_tensor: the engine refused: no"},
         {"error": "KeyError: 'x'", "traceback": ('  File "/venv/site-packages/sglang/srt/x.py", line 1, in f',)},
         {"error": "ConfigError: engine.args.x: sglang 0.5.20 has no such engine argument.", "code": 2},
@@ -407,15 +406,6 @@ def test_a_planted_exception_prints_what_the_runs_did(error: str) -> None:
         assert f"{type(raised).__name__}: {raised}" == error
     else:
         pytest.fail("nothing is raised")
-
-
-@pytest.mark.parametrize("server", [False, True])
-def test_where_the_watchdog_failed_nobody_says_that_sglang_did(server: bool) -> None:
-    seen = replace(FAILED, kind="watchdog", error="(pid 7) was killed by SIGKILL", phase="sync")
-    subject = subject_of(str(REPOSITORY / "configs/cpu/quickstart.toml"), "--engine.device", "cpu")
-    text = render(replace(subject, seen=seen), server=server)
-    assert "SGLang fails by itself" not in header_of(text) and "ARM == " not in text
-    assert "The run's watchdog failed" in header_of(text)
 
 
 def test_the_rank_behind_is_the_one_with_fewest_phases() -> None:

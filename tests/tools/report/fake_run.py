@@ -135,10 +135,9 @@ def verdict(ranks: int, hung: int, per_host: int) -> dict[str, Any]:
         f"FIRST FAILURE: deadline of 30 s passed in sync of step 2: rank {hung} on host{host} had not arrived, but was after"
         " update_critic of step 1 (fake)"
     )
-    place = {"progress": 60, "phase": "sync", "step": 2, "inside": True}
     first = {
         "kind": "deadline", "time": STARTED + 106, "host": "host0", "ranks": list(range(min(ranks, per_host))),
-        "place": place, "detail": "", "seconds": 30.0, "code": 124,
+        "phase": "sync", "step": 2, "inside": True, "error": "", "seconds": 30.0, "code": 124,
     }  # fmt: skip
     return {"host": "host0", "code": 124, "said": [said], "first": first, "failures": [first], "places": {}}
 

@@ -260,7 +260,7 @@ def test_a_killed_rank_is_shown_where_it_stood_and_its_name_is_text(tmp_path: Pa
     folder = fake_run(tmp_path / "run", 2)
     file = folder / "failure-host0.json"
     verdict = json.loads(file.read_text())
-    verdict["first"] |= {"kind": "died", "ranks": [1], "detail": "was killed by <SIGKILL>"}
+    verdict["first"] |= {"kind": "died", "ranks": [1], "error": "was killed by <SIGKILL>"}
     file.write_text(json.dumps(verdict))
     events = folder / "events" / "rank1.jsonl"
     events.write_text(events.read_text().replace("build_trainer", "<script>$x^2$"))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness.tools.watchdog.failures import Kind, Place, RunFailure, first_failure, is_echo
+from harness.runtime.failure import Failure, Kind
+from harness.tools.watchdog.failures import first_failure, is_echo
 
 ECHOES = [
     "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:37912",
@@ -52,8 +53,8 @@ def test_other_errors_are_causes(error: str) -> None:
     assert not is_echo(error, rank=1)
 
 
-def failure(kind: Kind, time: float) -> RunFailure:
-    return RunFailure(kind=kind, time=time, host="host0", ranks=(0,), place=Place(3, "sync", 1, True), detail=kind)
+def failure(kind: Kind, time: float) -> Failure:
+    return Failure(kind=kind, time=time, host="host0", ranks=(0,), phase="sync", step=1, inside=True, error=kind)
 
 
 def test_the_earliest_cause_is_first_and_a_consequence_only_if_there_is_none() -> None:

@@ -106,7 +106,7 @@ def test_a_host_that_goes_in_a_phase_is_named_and_the_other_ends(
     assert "Traceback" not in ended.output, "torchrun's own report is in the run directory"
     assert f"the run was told to fail: {harm} {host}@{phase} was injected" in ended.output
     if host != "host0":  # the host of rank 0 writes the report
-        assert "Known failure `injected-fault`" in (ended.folder / "report.md").read_text()
+        assert "Known as `injected-fault`" in (ended.folder / "report.md").read_text()
 
 
 def test_a_deadline_ends_both_hosts_with_124_and_says_who_was_waited_for(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job, Launcher
-from tests.tools.watchdog.hosts import ended
 
 pytestmark = pytest.mark.slow
 
@@ -70,13 +69,6 @@ def test_torchruns_report_is_kept_in_the_run_directory(tmp_path: Path) -> None:
     assert job.left_behind() == [] and job.output().splitlines() == lines
     report = next((tmp_path / "run").glob("torchrun-*.log"))
     assert report.name in job.output() and TORCHRUNS_OWN in report.read_text()
-
-
-@pytest.mark.long
-def test_a_killed_rank_is_last_with_what_followed(tmp_path: Path) -> None:
-    first, *rest = last(screen(start(tmp_path / "run", "--inject", "kill@values:1:1")))
-    assert re.match(rf"FIRST FAILURE: rank 1 on \S+ {ended('was killed by SIGKILL')} in values of step 1 at ", first)
-    assert any(re.match(r"  \+\d\.\d s: rank 0 on ", line) for line in rest)
 
 
 @pytest.mark.long

@@ -84,16 +84,6 @@ def test_a_cgroup_that_is_removed_with_its_process_is_not_taken_for_the_whole_ma
     assert kills.killed(RANK) == ""
 
 
-def test_in_a_container_of_the_first_version_its_own_group_is_at_the_top(tmp_path: Path) -> None:
-    write(tmp_path / f"proc/{RANK}/cgroup", "5:cpu:/x\n4:memory:/docker/abc\n0::/\n")
-    control = tmp_path / "sys/fs/cgroup/memory/memory.oom_control"
-    write(control, "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
-    kills = MemoryKills(tmp_path)
-    kills.look([RANK])
-    write(control, "oom_kill 3\n")
-    assert str(control) in kills.killed(RANK)
-
-
 def test_what_cannot_be_read_is_not_counted(tmp_path: Path) -> None:
     kills = MemoryKills(tmp_path)
     kills.look([RANK])

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.watchdog.failures import JobView, Place, RunFailure
+from harness.runtime.failure import Failure
+from harness.tools.watchdog.failures import JobView
 from harness.tools.watchdog.verdict import RunVerdict
 
 Started = tuple[int, int]
@@ -60,7 +61,7 @@ def started(script: str) -> Iterator[Started]:
 
 def shown(folder: Path, rank: tuple[int, int | None]) -> str:
     """Return what a verdict says of the stack of rank 0, the process `rank`."""
-    failure = RunFailure(kind="deadline", time=0.0, host="host0", ranks=(0,), place=Place(), seconds=60.0)
+    failure = Failure(kind="deadline", time=0.0, host="host0", ranks=(0,), seconds=60.0)
     verdict = RunVerdict("host0", folder, [failure], JobView(now=0.0, world_size=1, places={}, hosts={}))
     verdict.begin_to_collect({0: rank}, {}).result()
     verdict.keep()

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.watchdog.failures import TRACE_LINES, JobView, Place, RunFailure, report_lines, sentence
+from harness.runtime.failure import Failure
+from harness.tools.hosts.phase_gate import HOST_FAULTS
+from harness.tools.watchdog.failures import ERROR_LENGTH, TRACE_LINES, JobView, Place, report_lines, sentence
 from harness.tools.watchdog.verdict import RunVerdict, explain
 
 IN_SYNC = Place(9, "sync", 1, True)
@@ -21,9 +23,10 @@ def view(*places: Place) -> JobView:
     return JobView(now=NOON + 10.24, world_size=4, places=dict(enumerate(places)), hosts=HOSTS)
 
 
-def failed(**values: object) -> RunFailure:
-    given = {"kind": "deadline", "time": NOON, "host": "host0", "ranks": (0,), "place": IN_SYNC, "seconds": 60.0}
-    return RunFailure(**given | values)  # type: ignore[arg-type]
+def failed(**values: object) -> Failure:
+    given = {"kind": "deadline", "time": NOON, "host": "host0", "ranks": (0,), "seconds": 60.0}
+    given |= {"phase": "sync", "step": 1, "inside": True}
+    return Failure(**given | values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -36,12 +39,12 @@ def failed(**values: object) -> RunFailure:
             " was after resume_weights of step 1",
         ),
         (
-            failed(kind="launcher", ranks=(0, 1), detail="(pid 7) is gone"),
+            failed(kind="launcher", ranks=(0, 1), error="(pid 7) is gone"),
             [Place(9, "generate", 2, True)] * 4,  # where the ranks have come since then
             "torchrun of ranks 0, 1 on host0 (pid 7) is gone at 12:00:00 UTC, when its ranks were in sync of step 1",
         ),
         (
-            failed(kind="stopped", ranks=(0,), detail="engine process sglang::scheduler_TP1 (pid 7)"),
+            failed(kind="stopped", ranks=(0,), error="engine process sglang::scheduler_TP1 (pid 7)"),
             [IN_SYNC] * 4,
             "engine process sglang::scheduler_TP1 (pid 7) of rank 0 on host0 was stopped in sync of step 1 (SIGSTOP, or a"
             " debugger): its limit of 60 s passed at 12:00:00 UTC",
@@ -69,12 +72,12 @@ def failed(**values: object) -> RunFailure:
         ),
     ],
 )
-def test_a_failure_is_one_sentence(failure: RunFailure, places: list[Place], said: str) -> None:
+def test_a_failure_is_one_sentence(failure: Failure, places: list[Place], said: str) -> None:
     assert sentence(failure, view(*places)) == said
 
 
 def test_a_lost_peer_is_reported_as_a_peer_that_vanished() -> None:
-    echo = failed(kind="echo", ranks=(0,), detail="Connection closed by peer")
+    echo = failed(kind="echo", ranks=(0,), error="Connection closed by peer")
     first, *_ = report_lines([echo], view(IN_SYNC, IN_SYNC, IN_SYNC, EARLIER))
     assert first == (
         "FIRST FAILURE: a peer vanished: rank 3 last reported after resume_weights of step 1; rank 0 on host0 lost a peer in"
@@ -83,9 +86,9 @@ def test_a_lost_peer_is_reported_as_a_peer_that_vanished() -> None:
 
 
 def test_consequences_follow_the_cause_and_are_folded() -> None:
-    cause = failed(kind="exception", ranks=(3,), host="host1", detail="ValueError: no", time=NOON)
+    cause = failed(kind="exception", ranks=(3,), host="host1", error="ValueError: no", time=NOON)
     echoes = [
-        failed(kind="echo", ranks=(rank,), detail="Connection closed by peer", time=NOON + rank + 0.5)
+        failed(kind="echo", ranks=(rank,), error="Connection closed by peer", time=NOON + rank + 0.5)
         for rank in range(6)
     ]
     first, *rest = report_lines([*echoes, cause], view(*[IN_SYNC] * 4))
@@ -106,12 +109,12 @@ ValueError: no such thing
 """
 
 
-def explained(failure: RunFailure, folder: Path | None) -> list[str]:
+def explained(failure: Failure, folder: Path | None) -> list[str]:
     return explain(failure, folder)[0]
 
 
-def failure(detail: str, **values: object) -> RunFailure:
-    return failed(**{"kind": "exception", "detail": detail} | values)
+def failure(error: str, **values: object) -> Failure:
+    return failed(**{"kind": "exception", "error": error} | values)
 
 
 def test_a_schedulers_traceback_is_shown_without_lines_of_other_processes(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_a_schedulers_traceback_is_shown_without_lines_of_other_processes(tmp_pa
     (tmp_path / "engines" / "engine-rank2.log").write_text(SCHEDULER.replace("thing", "other"))
     detail = "engine process sglang::schedul (pid 7) died: ValueError: no such thing (whole log: /x/engine-rank0.log)"
     first, *lines = explained(failure(detail), tmp_path)
-    assert first == "engine-rank0.log:"
+    assert first == "engine-rank0.log has:"
     assert lines[0].startswith("| [2026-11-21 08:00:01 TP1] Scheduler hit")
     assert "| ValueError: no such thing" in lines
     assert not any("Memory pool" in line for line in lines)
@@ -133,26 +136,36 @@ def test_a_fault_that_was_injected_is_called_so_and_an_entry_of_the_catalogue_st
     events.write_text(
         '{"event": "injected", "fault": "slow@sync:1"}\n{"event": "injected", "fault": "kill@sync:1:1"}\n'
     )
-    killed = failed(kind="died", detail="rank 1 was killed by SIGKILL")
-    assert explain(killed, tmp_path) == (["the run was told to fail: kill@sync:1:1 was injected"], "injected-fault")
-    [told, *more], slug = explain(failure("RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"), tmp_path)
-    assert "was injected" in told and (slug == "injected-fault") == (not more)
+    killed = failed(kind="died", error="rank 1 was killed by SIGKILL")
+    lines, named = explain(killed, tmp_path)
+    assert (lines, named.slug) == (["the run was told to fail: kill@sync:1:1 was injected"], "injected-fault")
 
 
-def test_a_traceback_after_a_killed_scheduler_is_labelled_as_what_followed(tmp_path: Path) -> None:
-    (tmp_path / "engines").mkdir()
-    (tmp_path / "engines" / "engine-rank0.log").write_text(SCHEDULER)
-    detail = "engine process sglang::scheduler_TP0 (pid 7) died of SIGKILL (whole log: /x/engine-rank0.log)"
-    first, *lines = explained(failure(detail), tmp_path)
-    assert first == "engine-rank0.log, what followed:"
-    assert "| ValueError: no such thing" in lines
+def test_an_emulated_host_that_was_killed_after_some_seconds_is_called_injected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(HOST_FAULTS, "kill host1@12s")
+    lines, named = explain(failed(kind="lost", host="host1", ranks=(2, 3)), None)
+    assert (lines, named.slug) == (["the run was told to fail: kill host1@12s was injected"], "injected-fault")
+    assert explain(failed(kind="exception", error="ValueError: no"), None)[1].slug == ""
+
+
+def test_the_whole_error_decides_the_name_not_what_fits_into_a_heartbeat(tmp_path: Path) -> None:
+    said = f"RuntimeError: {'x' * ERROR_LENGTH} torch_memory_saver: Cannot pause allocation that is not active"
+    cut = failure(said[:ERROR_LENGTH])
+    assert explain(cut, None)[1].slug == ""
+    (tmp_path / "events").mkdir()
+    event = {"event": "failed", "error": said, "traceback": f"Traceback (most recent call last):\n{said}"}
+    (tmp_path / "events" / "rank0.jsonl").write_text(json.dumps(event) + "\n")
+    named = explain(cut, tmp_path)[1]
+    assert (named.slug, named.error) == ("double-resume-or-release", said)
 
 
 def test_a_known_failure_is_named_with_cause_fix_and_versions(tmp_path: Path) -> None:
     # No word of SGLang is in it: that this run has an engine is known without.
     said = "KeyError: 'CUDA_VISIBLE_DEVICES'"
-    lines = explained(failure(said, trace=("Traceback (most recent call last):", said)), tmp_path)
-    assert any(line.startswith("known as illegal-cuda-visible-devices (") for line in lines), lines
+    lines = explained(failure(said, traceback=("Traceback (most recent call last):", said)), tmp_path)
+    assert any(line.startswith("looks like illegal-cuda-visible-devices: ") for line in lines), lines
     for name in ("cause", "fix", "versions"):
         assert any(line.startswith(f"  {name}:") for line in lines)
 

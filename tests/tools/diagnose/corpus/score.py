@@ -9,9 +9,8 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from harness.tools.diagnose.diagnose import Confidence, diagnose
+from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.entries import UNKNOWN
 
 FOLDER = Path(__file__).parent
@@ -27,7 +26,8 @@ class Answer:
     """The true one: a slug of the catalogue, or "unknown"."""
     named: str
     """A slug, or "unknown" where no failure, or none that is known, was seen."""
-    confidence: Confidence | None
+    is_known: bool
+    """Whether it is named for sure; otherwise the log only looks like it."""
 
     @property
     def is_right(self) -> bool:
@@ -53,12 +53,12 @@ def _answer(file: Path, cause: str) -> Answer:
         log=file.stem,
         cause=cause,
         named=finding.entry.slug if finding else UNKNOWN,
-        confidence=finding.confidence if finding else None,
+        is_known=finding is not None and finding.is_known,
     )
 
 
-def false_names(found: Sequence[Answer], confidence: Confidence) -> list[Answer]:
-    return [each for each in found if each.is_false and each.confidence == confidence]
+def false_names(found: Sequence[Answer], is_known: bool) -> list[Answer]:
+    return [each for each in found if each.is_false and each.is_known == is_known]
 
 
 def named_share(found: Sequence[Answer]) -> float:
@@ -71,15 +71,14 @@ def as_text(name: str, found: Sequence[Answer]) -> str:
     known = [each for each in found if each.cause != UNKNOWN]
     unknown = [each for each in found if each.cause == UNKNOWN]
     missed = [each for each in known if each.named == UNKNOWN]
-    wrong = {confidence: false_names(found, confidence) for confidence in reversed(get_args(Confidence))}
+    right = [each for each in known if each.is_right]
     lines = [
         f"{name}: {len(found)} logs, {len(known)} known, {len(unknown)} unknown",
-        f"  known:   {sum(each.is_right for each in known)} named ({named_share(found):.0%}), {len(missed)} missed",
+        f"  known:   {len(right)} named ({named_share(found):.0%}; {sum(each.is_known for each in right)} for sure), {len(missed)} missed",
         f"  unknown: {sum(each.is_right for each in unknown)} rightly unknown",
-        "  false names: " + ", ".join(f"{len(each)} at {confidence}" for confidence, each in wrong.items()),
+        f"  false names: {len(false_names(found, True))} known, {len(false_names(found, False))} looks like",
     ]
-    for confidence, each in wrong.items():
-        lines += [f"    {confidence}: {answer.log}: {answer.named}, but is {answer.cause}" for answer in each]
+    lines += [f"    {each.log}: {each.named}, but is {each.cause}" for each in found if each.is_false]
     return "\n".join([*lines, *(f"    missed: {each.log}: {each.cause}" for each in missed)])
 
 
