@@ -72,6 +72,10 @@ _LAST_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\(\w+\))?(:(?:\s.*
 _CLASS_OF_ERROR = re.compile(
     r"(?:(?:Error|Exception)(?:_\w+)?|ExceptionGroup|Interrupt|Exit|Failure|Failed|Refused|Died|Expired)$"
 )
+_NAME = re.compile(
+    r"(?:[A-Za-z_]\w*\.)*(_*[A-Z]\w*(?:(?:Error|Exception)(?:_\w+)?|ExceptionGroup|Interrupt|Exit|Failure|Failed|Refused"
+    r"|Arrive|Died|Expired)|Exception|StopIteration|StopAsyncIteration)(?=\(|:|$| \[repeated )"
+)
 _RESOURCE_TRACKER = "multiprocessing/resource_tracker.py"
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 
@@ -190,6 +194,12 @@ def _is_of_resource_tracker(found: Traceback) -> bool:
     return (
         bool(found.frames) and found.frames[-1].file.endswith(_RESOURCE_TRACKER) and found.frames[-1].function == "main"
     )
+
+
+def exception_name(line: str) -> str:
+    """Return the class name of the exception that a line tells, without its module; "" if it tells none."""
+    match = _NAME.match(line)
+    return match[1] if match else ""
 
 
 def _is_exception(text: str) -> bool:

@@ -81,7 +81,7 @@ def test_a_good_end_on_a_merged_branch_and_the_cause_on_that_branch(tmp_path: Pa
     assert found_by_git(tmp_path, good) == "side 2"
     _, run = ask(tmp_path, good)
     assert run.returncode == 0 and "merge side; the last good one is" in run.stdout, run.stdout + run.stderr
-    assert "side 2" in (tmp_path / "found" / "report.md").read_text(), "the commits of the merge are listed"
+    assert " log --oneline " in (tmp_path / "found" / "report.md").read_text(), "which lists the merge's commits"
 
 
 def test_main_that_was_bad_already_where_the_branch_began(tmp_path: Path) -> None:
