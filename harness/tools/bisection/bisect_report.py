@@ -312,10 +312,13 @@ def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
         yield from ("| package | before | after |", "|---|---|---|")
         yield from (f"| {name} | {old.get(name, '-')} | {new.get(name, '-')} |" for name in changed)
         yield ""
+    modules = [Path(record.imported.rpartition(" is ")[2]).parent for record in (before, after)]
+    if checkout := state.question.options.git:
+        yield from (f"    git -C {quote(checkout)} log --oneline {before.name}..{after.name}", "")
+    elif modules[0] != modules[1]:
+        yield from (f"    {join(['diff', '-ru', *map(str, modules)])}", "")
     yield from _first_failure(after if after.verdict == "bad" else before, folder)
     yield from ("## Reproduce with", "", "```")
-    if checkout := state.question.options.git:
-        yield f"git -C {quote(checkout)} log --oneline {before.name}..{after.name}"
     for record in (before, after):
         if record.environment.python:
             yield f"# {record.verdict}: {state.candidates[state.index(record.name)].label}"

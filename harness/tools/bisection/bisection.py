@@ -12,7 +12,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from shlex import join
-from typing import IO
 
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -152,7 +151,7 @@ def begin(options: Options, words: Sequence[str]) -> int:
 def _bisect(state: State, folder: Path, then_git: str) -> int:
     """Run it, and then, if a checkout is given, the bisect over the commits between the two releases found."""
     folder, checkout = folder.absolute(), then_git or state.question.options.then_git
-    with closing(_lock(folder)) as lock:
+    with closing(lock_folder(folder)) as lock:
         if (folder / STATE).exists():
             state = load_state(folder)  # a killed bisect may have written a verdict while we waited for its lock
         found = _run_to_answer(state, folder, lock.fileno())
@@ -172,13 +171,6 @@ def _bisect(state: State, folder: Path, then_git: str) -> int:
         return EXIT_CODES[found.kind]
     print("\nnow the commits between the two releases", flush=True)
     return _bisect(State(question=question, candidates=candidates), inner, "")
-
-
-def _lock(folder: Path) -> IO[str]:
-    try:
-        return lock_folder(folder)
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}.") from error
 
 
 def _question_of_commits(state: State, edge: Edge, checkout: Path, folder: Path) -> Question:
@@ -259,7 +251,9 @@ def describe_left(state: State) -> str:
         return f"{len(state.candidates)} candidates; the two ends are verified first"
     left = [len(untested(edge, state.verdicts)) for edge in edges]
     steps = sum(count.bit_length() for count in left)
-    return f"{sum(left)} candidate{'s' * (sum(left) != 1)} left, at most {steps} step{'s' * (steps != 1)}"
+    if not steps:
+        return "no candidates left"
+    return f"{sum(left)} candidate{'s' * (sum(left) > 1)} left, at most {steps} step{'s' * (steps > 1)}"
 
 
 @dataclass

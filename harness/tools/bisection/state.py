@@ -110,11 +110,14 @@ def load_state(folder: Path) -> State:
 def lock_folder(folder: Path) -> IO[str]:
     """Lock it until every process that has inherited the file closes it.
 
-    Raises ConfigError if another bisect has it.
+    Raises ConfigError if another bisect has it, or the folder cannot be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(FOLDER_MODE, exist_ok=True)
-    file = (folder / LOCK).open("a+")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}.") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -122,13 +122,3 @@ def test_a_failed_import_can_be_looked_for(bench: Bench) -> None:
     words = ["--environments", "sites", "--package", "moving", "--good", "1.0", "--bad", "1.4", "--match", "ValueError"]
     run = bench.bisect("--python", bare_python(), *words, "--dir", "again", "--", "script.py")
     assert run.returncode == 0 and "The first bad release is 1.3;" in run.stdout, run.stdout + run.stderr
-
-
-@pytest.mark.long
-def test_a_release_that_needs_a_gpu_is_skipped_and_not_bad(bench: Bench) -> None:
-    no_driver = "def work(): raise RuntimeError('Found no NVIDIA driver on your system.')"
-    codes = ["def work(): pass"] * 3 + [no_driver] * 2 + ["def work(): raise ValueError('b')"] * 3
-    bench.environment["PATH"] = "/usr/bin:/bin"  # without nvidia-smi, where that is elsewhere
-    run = bench.over_sites(codes, FAIL)
-    assert run.returncode == 1 and "one of 3: 1.3, 1.4, 1.5" in run.stdout, run.stdout + run.stderr
-    assert "cannot run here: RuntimeError: Found no NVIDIA driver" in bench.report()
