@@ -276,7 +276,7 @@ class Pinned:
         text = lock.read_text()
         python, build = (re.findall(rf"^# {name} ?(.*)$", text, re.M)[0] for name in ("python", "torch"))
         sources = (*self.sources, *build.split())
-        key = f"{self.package}-{candidate.name}-{digest(text, python_version(python), *sources, str(self.cpu_mode))}"
+        key = f"{self.package}-{candidate.name}-{digest(text, *sources, str(self.cpu_mode))}"
         venv = keep(key, lambda new: self._install(new, lock, python, build.split())) / "venv"
         if self.cpu_mode:
             start_in_cpu_mode(venv)
@@ -286,7 +286,8 @@ class Pinned:
         """Write the lock: the pins, the Python, and the arguments with which uv finds the build of torch."""
         self.locks.mkdir(parents=True, exist_ok=True)
         python, new = self._python_for(candidate), lock.with_suffix(".new")
-        words = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python", python, *self.sources]
+        words = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-python-downloads"]
+        words += ["--python", python, *self.sources]
         if candidate.time:  # a folder of wheels has no dates
             published = max(datetime.fromisoformat(each) for each in (candidate.time, self.held_since) if each)
             words += ["--exclude-newer", (published + GRACE).strftime("%Y-%m-%dT%H:%M:%SZ")]
@@ -308,16 +309,12 @@ class Pinned:
         new.replace(lock)
 
     def _python_for(self, candidate: Candidate) -> str:
-        allowed = SpecifierSet()
+        """Return this Python, or which versions the release allows, so that uv takes another one."""
         with suppress(InvalidSpecifier):
             allowed = SpecifierSet(candidate.requires_python)
-        if self.keeps_python or allowed.contains(python_version(self.python), prereleases=True):
-            return self.python
-        try:
-            return find_python(candidate.requires_python)
-        except UnsupportedEnvironment as problem:
-            wants = f"it wants Python {candidate.requires_python}, and none was found"
-            raise UnsupportedEnvironment(f"{wants}: {problem}") from problem
+            if not self.keeps_python and not allowed.contains(python_version(self.python), prereleases=True):
+                return candidate.requires_python
+        return self.python
 
     def _install(self, folder: Path, lock: Path, python: str, build: Sequence[str]) -> None:
         venv, log = str(folder / "venv"), folder / "install.log"

@@ -112,16 +112,14 @@ def run_trial(trial: Trial, run: Callable[..., Ended] = run_tree) -> Outcome:
 
     run: as run_tree(). Raises OSError.
     """
+    began = time.monotonic()
+    trial.folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     made = Outcome(code=-SIGKILL, timed_out=False, seconds=0.0, verdict="skip", log=str(trial.log))
     program = Path(trial.cwd) / trial.command[0] if os.sep in trial.command[0] else trial.command[0]
     if not shutil.which(program, path=trial.variables.get("PATH")):
         made.reason = f"there is no {trial.command[0]} in its environment or on PATH"
         return made
-    trial.folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
-    began, until = (
-        time.monotonic(),
-        {"tick": _until_shown(trial)} if trial.signature.words else {"timeout": trial.limit},
-    )
+    until = {"tick": _until_shown(trial)} if trial.signature.words else {"timeout": trial.limit}
     with trial.log.open("wb") as output:
         options = {"output": output, "env": trial.variables, "cwd": trial.cwd, **until}
         try:
