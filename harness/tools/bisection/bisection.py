@@ -288,7 +288,7 @@ class Bisection:
                 else:
                     return answer_of(state)
         finally:
-            self._save()
+            self.state.save(self.folder)
 
     def _verify_ends(self) -> None:
         """Test what must be good, from which --timeout follows, and then what must be bad."""
@@ -338,7 +338,7 @@ class Bisection:
                 self._tell(control, tip)
             state.reverted, state.control = reverted, control
         state.unfinished.clear()
-        self._save()
+        self.state.save(self.folder)
 
     def _run_again(self, rerun: Rerun) -> None:
         candidate, record, failures = self.state.candidates[rerun.index], self.state.record(rerun.index), 0
@@ -347,7 +347,7 @@ class Bisection:
             made = self._run(candidate, record.environment, len(record.attempts) + 1)
             record.attempts.append(made)
             record.verdict, record.reason = self._combine(record.attempts)
-            self._save()
+            self.state.save(self.folder)
             failures += made.verdict != "good"
             if failures == rerun.failures:
                 break
@@ -362,7 +362,7 @@ class Bisection:
             record = _not_run(candidate, f"cannot be installed: {problem}")
         self.state.records.append(record)
         self.state.unfinished.clear()
-        self._save()
+        self.state.save(self.folder)
         self._tell(record, candidate)
 
     def _judge(self, candidate: Candidate, environment: Environment, runs: int) -> Record:
@@ -370,7 +370,7 @@ class Bisection:
         attempts = self.state.unfinished.setdefault(candidate.name, [])
         while len(attempts) < runs and all(each.verdict == "good" for each in attempts):
             attempts.append(self._run(candidate, environment, len(attempts) + 1))
-            self._save()
+            self.state.save(self.folder)
         verdict, reason = self._combine(attempts)
         last = self._trial(self.folder / Path(attempts[-1].log).parent, candidate, environment)
         is_judged = verdict == "bad" and self.state.question.takes_any
@@ -469,9 +469,6 @@ class Bisection:
         self.progress.say(f"{verdict} ({record.seconds:.1f} s{log}); {describe_left(self.state)}")
         if record.imported:
             self.progress.say(f"      {record.imported}")
-
-    def _save(self) -> None:
-        self.state.save(self.folder)
 
 
 def _not_run(candidate: Candidate, reason: str) -> Record:
