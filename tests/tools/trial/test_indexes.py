@@ -167,6 +167,12 @@ class SlowIndex(http.server.BaseHTTPRequestHandler):
     broken = True
     wheels: Path
 
+    def do_HEAD(self) -> None:
+        if SlowIndex.broken:
+            self.close_connection = True
+            return self.connection.close()
+        return self.send_error(405)
+
     def do_GET(self) -> None:
         name = self.path.rsplit("/", 1)[-1]
         if name.endswith(".whl"):
