@@ -1,7 +1,6 @@
 """Find the first release of SGLang, or of any other package, with which a command fails, and what changed with it.
 
     python3 launch/bisect_versions.py --good 0.5.18 --bad 0.5.21 -- launch/ppo.py configs/cpu/quickstart.toml
-    python3 launch/bisect_versions.py --good 0.5.13 --bad 0.5.23 --only-package -- script.py
     python3 launch/bisect_versions.py --package transformers --good 5.6.0 --bad 5.12.1 --hold sglang==0.5.23 -- script.py
     python3 launch/bisect_versions.py --git ~/sglang --good v0.5.20 --bad main --timeout 10m -- script.py
     python3 launch/bisect_versions.py --resume [FOLDER]           continue a bisect that was stopped
@@ -27,7 +26,7 @@ from harness.tools.command_line import exit_with
 
 def main(arguments: list[str]) -> int:
     """Return the exit code."""
-    environments.need("msgspec", "packaging", "psutil")
+    environments.need("httpx", "msgspec", "packaging", "psutil")
     from harness.tools.bisection import bisection
 
     return bisection.main(arguments, __doc__ or "")

@@ -40,7 +40,7 @@ IMPORTS = {
 """Rooms of the reference -> what each may import besides itself. The tools are in none of them."""
 TOOLS = {
     "agreement": set(),
-    "bisection": {"command_line", "diagnose", "environments", "run_tree"},
+    "bisection": {"command_line", "diagnose", "environments", "run_tree", "trial"},
     "command_line": {"environments", "fault_spec"},
     "commands": {"environments", "interrupts"},
     "diagnose": set(),
@@ -52,7 +52,7 @@ TOOLS = {
     "fault_spec": set(),
     "folded_torchrun": {"interrupts"},
     "forked_ranks": {"folded_torchrun", "kernel_caches"},
-    "full_size": {"bisection", "command_line", "engine_class", "environments", "page_template", "user_sender"},
+    "full_size": {"command_line", "engine_class", "environments", "page_template", "trial", "user_sender"},
     "hosts": {"fault_spec", "interrupts", "run_tree"},
     "inject": {"fault_spec"},
     "interrupts": set(),
@@ -66,7 +66,7 @@ TOOLS = {
     "preflight": {"command_line", "environments", "models_code", "rewards", "trackers"},
     "prepare_data": set(),
     "report": {"diagnose", "export", "page_template"},
-    "repro": {"diagnose", "engine_class", "environments", "full_size", "hosts", "run_tree"},
+    "repro": {"diagnose", "engine_class", "environments", "full_size", "hosts", "run_tree", "trial"},
     "rewards": set(),
     "run_tree": set(),
     "start_job": {"command_line", "kernel_caches", "observers", "preflight", "rewards"},
@@ -74,7 +74,8 @@ TOOLS = {
     "sync": set(),
     "trackers": set(),
     "user_sender": set(),
-    "verify": {"engine_class", "environments", "full_size", "preflight", "user_sender"},
+    "trial": {"diagnose", "environments", "run_tree"},
+    "verify": {"engine_class", "environments", "full_size", "preflight", "trial", "user_sender"},
     "verl": {"environments"},
     "watchdog": {"diagnose", "environments", "hosts", "run_tree"},
 }

@@ -22,6 +22,8 @@ from harness.runtime import redact
 from harness.runtime.files import is_own_folder
 from harness.runtime.installed import as_typed
 
+CANNOT = "cannot run here: "
+"""How a line begins with which a program says why, before it ends with exit code 125."""
 APPEARED, MISTAKE, CANNOT_RUN_HERE, INTERRUPTED, STOPPED = 1, 2, 125, 130, 143
 
 SPEAK_FIRST_SECONDS = 3.0

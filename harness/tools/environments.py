@@ -198,12 +198,6 @@ def _read_stamp(folder: Path) -> dict[str, str]:
         return {}
 
 
-def _write_stamp(folder: Path, installed: dict[str, str]) -> None:
-    new = folder / f"{_STAMP}.new"
-    new.write_text(json.dumps({"files": installed}, indent=2) + "\n")
-    os.replace(new, folder / _STAMP)
-
-
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -252,7 +246,8 @@ def _install(folder: Path, files: Sequence[Path]) -> None:
     compiled = ["--compile-bytecode"] if sys.dont_write_bytecode else []
     requirements = [word for file in files for word in ("-r", str(file))]
     _run([*install, "--no-deps", *compiled, *again, *requirements], "install the packages")
-    _write_stamp(folder, {**installed, **{file.name: _digest(file) for file in files}})
+    stamp = {"files": {**installed, **{file.name: _digest(file) for file in files}}}
+    (folder / _STAMP).write_text(json.dumps(stamp, indent=2) + "\n")  # half of it counts as none
     _say(f"ready in {time.monotonic() - started:.0f} s")
 
 

@@ -151,7 +151,7 @@ def test_commands_find_what_they_read(target: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_another_environment_gets_the_package_and_not_its_neighbours(target: Path, tmp_path: Path) -> None:
     code = (
-        "from harness.tools.bisection.installation import Environment\n"
+        "from harness.tools.trial.environment import Environment\n"
         "import sys; print(Environment(python=sys.executable).variables(False, imports_harness=True)['PYTHONPATH'])"
     )
     environment = os.environ | {"PYTHONPATH": str(target / "site"), "XDG_CACHE_HOME": str(tmp_path)}

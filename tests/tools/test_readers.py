@@ -18,7 +18,6 @@ from harness.config.layers import ConfigError, build_config, read_layer, to_toml
 from harness.config.model_fields import model_fields
 from harness.runtime.events import PHASES
 from harness.task.data import load_rows
-from harness.tools.bisection.question import WrongQuestion
 from harness.tools.bisection.state import load_state
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.diagnosis_text import as_json, as_text
@@ -208,7 +207,7 @@ def test_a_file_that_a_script_is_given(content: bytes, reader: str, tmp_path: Pa
     (tmp_path / name).write_bytes(content)
     try:
         read(tmp_path / name)
-    except (ValueError, WrongQuestion) as error:
+    except (ValueError, ConfigError) as error:
         assert name in str(error)
 
 

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from shlex import join
-from statistics import median
-from typing import IO, Any
 
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import InvalidVersion
 
-from harness.config.layers import ConfigError
+from harness.config.mistakes import ConfigError
 from harness.runtime import redact
-from harness.runtime.errors import report_user_error
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.runtime.events import working
 from harness.runtime.installed import as_typed
 from harness.tools.bisection.bisect_report import (
@@ -31,54 +31,42 @@ from harness.tools.bisection.bisect_report import (
     write_report,
 )
 from harness.tools.bisection.candidates import (
-    Candidate,
-    CannotRevert,
+    Commits,
+    Provider,
     check_checkout,
     commit_of,
     find_candidates,
-    is_build_of,
-    settle,
-)
-from harness.tools.bisection.classify import LOG, Run, import_failure, imported_by, run_once
-from harness.tools.bisection.confidence import Rerun, last_good, next_rerun
-from harness.tools.bisection.installation import (
-    Commits,
-    Environment,
-    Provider,
-    Unavailable,
     provider_of,
     python_of,
-    python_version,
+    settle,
 )
+from harness.tools.bisection.confidence import Rerun, last_good, next_rerun
+from harness.tools.bisection.imported import import_failure, imported_by
 from harness.tools.bisection.question import (
     AUTO,
     SCRIPT,
     Options,
-    Pause,
     Question,
-    WrongQuestion,
     ask,
+    command_of,
     existing_folder,
+    is_of_this_repository,
+    is_torchrun,
     parse_seconds,
 )
-from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate, untested
-from harness.tools.bisection.state import (
-    STATE,
-    Attempt,
-    Confirmation,
-    Record,
-    State,
-    latest_folder,
-    load_state,
-    lock_folder,
-)
+from harness.tools.bisection.search import Edge, find_edges, next_candidate, untested
+from harness.tools.bisection.state import STATE, Record, State, latest_folder, load_state, lock_folder
 from harness.tools.command_line import read_known_options, read_options
 from harness.tools.environments import has_gpu
+from harness.tools.run_tree import run_tree
+from harness.tools.trial.environment import Environment, python_version
+from harness.tools.trial.indexes import Candidate, Pause
+from harness.tools.trial.trial import Outcome, Trial, Verdict, run_trial
 
 FOLDER = Path("bisects")
 COMMITS_FOLDER = "commits"
 """The folder of the bisect over commits, inside the folder of the bisect over releases."""
-PAUSED, INTERRUPTED = 4, 130
+PAUSED, INTERRUPTED, FIRST_STOPPING_CODE = 4, 130, 128
 LEAST_LIMIT_SECONDS, LIMIT_TIMES = 600.0, 10.0
 LINE_SECONDS = 60.0
 """Between two signs of life while the command runs, whose output is elsewhere."""
@@ -95,10 +83,10 @@ def main(arguments: list[str], description: str) -> int:
             named = len(rest) > at and not rest[at].startswith("--")
             folder = Path(rest.pop(at)) if named else latest_folder(FOLDER)
             options = read_options(Options, SCRIPT, description, rest)
-            _refuse_another_question(rest, command)
+            _refuse_another_question(options, command)
             return resume(folder, options.then_git)
         return begin(_read_options(words, description), command)
-    except (WrongQuestion, ConfigError) as error:
+    except ConfigError as error:
         return _report(error)
     except Pause as error:
         _report(error)
@@ -107,43 +95,40 @@ def main(arguments: list[str], description: str) -> int:
 
 def _report(error: Exception) -> int:
     """Print the error's sentence without secrets; return the exit code of a user's mistake."""
-    return report_user_error(WrongQuestion(redact.text(str(error))), rank=0)
+    return report_user_error(ConfigError(redact.text(str(error))), rank=0)
 
 
 def _read_options(words: Sequence[str], description: str) -> Options:
     options, rest = read_known_options(Options, SCRIPT, description, words)
     if rest and not rest[0].startswith("-"):
-        raise WrongQuestion(f"put -- before {rest[0]}: {SCRIPT} OPTIONS -- {join(rest)}")
+        raise ConfigError(f"put -- before {rest[0]}: {SCRIPT} OPTIONS -- {join(rest)}")
     return read_options(Options, SCRIPT, description, words) if rest else options
 
 
-def _refuse_another_question(words: Sequence[str], command: Sequence[str]) -> None:
-    """Raise WrongQuestion if --resume comes with more than --then-git. words: the command line without --resume
-    FOLDER.
-    """
-    named = [option for word in words if (option := word.partition("=")[0]).startswith("--") and option != "--then-git"]
-    extra = named[0] if named else f"the command {join(command)}" if command else ""
-    if extra:
+def _refuse_another_question(options: Options, command: Sequence[str]) -> None:
+    """Raise ConfigError if --resume comes with more than --then-git."""
+    extra = Question(options=replace(options, then_git=""), command=tuple(command), folder="").words()
+    if extra != ["--"]:
         kept = "a resumed bisect keeps its question, and only --then-git can be added"
-        raise WrongQuestion(f"{extra} cannot go with --resume: {kept}; leave it out, or start a new bisect.")
+        raise ConfigError(f"{join(extra)} cannot go with --resume: {kept}; leave it out, or start a new bisect.")
 
 
 def resume(folder: Path, then_git: str) -> int:
-    """Go on with the bisect in a folder. Raises WrongQuestion, Pause."""
+    """Go on with the bisect in a folder. Raises ConfigError, Pause."""
     state, inner = load_state(folder), folder / COMMITS_FOLDER
     if then_git and state.question.options.git:
-        raise WrongQuestion(f"--then-git is for releases, and the bisect in {folder} is one of commits; leave it out.")
+        raise ConfigError(f"--then-git is for releases, and the bisect in {folder} is one of commits; leave it out.")
     checkout = _checkout(then_git)
     if checkout and (inner / STATE).exists() and (kept := load_state(inner).question.options.git) != checkout:
         remedy = f"give --then-git {kept}, or move that folder away"
-        raise WrongQuestion(f"{inner} holds a bisect of {kept}, got --then-git {checkout}; {remedy}.")
+        raise ConfigError(f"{inner} holds a bisect of {kept}, got --then-git {checkout}; {remedy}.")
     return _bisect(state, folder, checkout)
 
 
 def _checkout(given: str) -> str:
     """Return the absolute path of the checkout that --then-git names, or "" if it is not given.
 
-    Raises WrongQuestion.
+    Raises ConfigError.
     """
     if not given:
         return ""
@@ -153,22 +138,20 @@ def _checkout(given: str) -> str:
 
 
 def begin(options: Options, words: Sequence[str]) -> int:
-    """Start a new bisect. Raises WrongQuestion, Pause."""
+    """Start a new bisect. Raises ConfigError, Pause."""
     question = settle(ask(options, words, Path.cwd()))
     _checkout(question.options.then_git)
     state = State(question=question, candidates=find_candidates(question))
     folder = Path(options.dir or FOLDER / f"{datetime.now():%Y%m%d-%H%M%S}-{question.options.package}")
     if (folder / STATE).exists():
-        raise WrongQuestion(
-            f"--dir {folder} holds a bisect; continue it with --resume {folder}, or give another folder."
-        )
+        raise ConfigError(f"--dir {folder} holds a bisect; continue it with --resume {folder}, or give another folder.")
     return _bisect(state, folder, question.options.then_git)
 
 
 def _bisect(state: State, folder: Path, then_git: str) -> int:
     """Run it, and then, if a checkout is given, the bisect over the commits between the two releases found."""
     folder, checkout = folder.absolute(), then_git or state.question.options.then_git
-    with closing(_lock(folder)) as lock:
+    with closing(lock_folder(folder)) as lock:
         if (folder / STATE).exists():
             state = load_state(folder)  # a killed bisect may have written a verdict while we waited for its lock
         found = _run_to_answer(state, folder, lock.fileno())
@@ -183,53 +166,39 @@ def _bisect(state: State, folder: Path, then_git: str) -> int:
     try:
         question = _question_of_commits(state, found.edges[0], Path(checkout), inner)
         candidates = find_candidates(question)
-    except WrongQuestion as error:
+    except ConfigError as error:
         print(f"The commit was not found: {error} The cause may be a dependency or the build.", flush=True)
         return EXIT_CODES[found.kind]
     print("\nnow the commits between the two releases", flush=True)
     return _bisect(State(question=question, candidates=candidates), inner, "")
 
 
-def _lock(folder: Path) -> IO[str]:
-    try:
-        return lock_folder(folder)
-    except OSError as error:
-        raise WrongQuestion(f"the folder {folder} cannot be written: {error.strerror}.") from error
-
-
 def _question_of_commits(state: State, edge: Edge, checkout: Path, folder: Path) -> Question:
     """Ask for the commits between the tags of the edge's two releases, over the packages that the bad one ran with.
 
     --hold stays: its packages are among those, and if sglang is one of them the command still needs SGLang's CPU mode.
-    Raises WrongQuestion.
+    Raises ConfigError.
     """
     options, sides = state.question.options, (edge.before, edge.after)
     older, newer = (commit_of(checkout, state.candidates[i].name) for i in sides)
     bad = next(state.record(i) for i in sides if state.verdicts[i] == "bad")
-    unset = ("then_git", "environments", "wheels", "only_package")
-    changes: dict[str, Any] = {name: getattr(Options, name) for name in unset}
+    changes = {name: getattr(Options, name) for name in ("then_git", "environments", "wheels")}
     changes |= {"git": str(checkout), "python": bad.environment.python, "dir": str(folder)}
     changes["good"], changes["bad"] = (newer, older) if options.find_fix else (older, newer)
     return settle(replace(state.question, options=replace(options, **changes)))
 
 
-def _keep_python(state: State, folder: Path) -> None:
-    """Note the Python of a new bisect; check that of a resumed one. Raises WrongQuestion, Pause.
+def _keep_python(state: State) -> None:
+    """Note the Python of a new bisect: verdicts of two Pythons would differ as if the candidate made the difference.
 
-    Verdicts from two Pythons would be compared as if the candidate made the difference.
+    Raises ConfigError if it does not start, Pause.
     """
-    python = state.python or python_of(state.question.options)
+    state.python = state.python or python_of(state.question.options)
     try:
-        version = python_version(python)
-    except Unavailable as error:
-        raise WrongQuestion(
-            f"{str(error).rstrip('.')}; start a new bisect, with --python if it needs another one."
-        ) from error
-    if not state.python:
-        state.python, state.python_version = python, version
-    elif version != state.python_version:
-        began = f"the bisect in {folder} began with Python {state.python_version} of {python}"
-        raise WrongQuestion(f"{began}, which is now {version}; start a new bisect.")
+        python_version(state.python)
+    except UnsupportedEnvironment as error:
+        remedy = "start a new bisect, with --python if it needs another one"
+        raise ConfigError(f"{str(error).rstrip('.')}; {remedy}.") from error
 
 
 def _run_to_answer(state: State, folder: Path, lock: int) -> Answer | int:
@@ -238,7 +207,7 @@ def _run_to_answer(state: State, folder: Path, lock: int) -> Answer | int:
         signal.signal(number, signal.default_int_handler)
     progress = Progress()
     try:
-        _keep_python(state, folder)
+        _keep_python(state)
         provider = provider_of(state.question, folder, no_gpu := not has_gpu(), state.python)
         state.save(folder)
         ends = f"{state.candidates[0].label} to {state.candidates[-1].label}"
@@ -282,19 +251,9 @@ def describe_left(state: State) -> str:
         return f"{len(state.candidates)} candidates; the two ends are verified first"
     left = [len(untested(edge, state.verdicts)) for edge in edges]
     steps = sum(count.bit_length() for count in left)
-    ran = [record.seconds for record in state.records if record.attempts]
     if not steps:
         return "no candidates left"
-    minutes = f", about {steps * median(ran) / 60:.0f} min" if ran and steps * median(ran) > 30 else ""
-    return f"{sum(left)} candidate{'s' * (sum(left) > 1)} left, at most {steps} step{'s' * (steps > 1)}{minutes}"
-
-
-def _is_version(seen: str, wanted: str) -> bool:
-    """Return whether an installed version is the one wanted; metadata may hold anything, such as "unknown"."""
-    try:
-        return is_build_of(Version(seen), Version(wanted))
-    except InvalidVersion:
-        return False
+    return f"{sum(left)} candidate{'s' * (sum(left) > 1)} left, at most {steps} step{'s' * (steps > 1)}"
 
 
 @dataclass
@@ -306,12 +265,11 @@ class Bisection:
     provider: Provider
     progress: Progress
     lock: int
-    """Descriptor of the folder's lock; see Run.lock."""
+    """Descriptor of the folder's lock. Every process of a trial inherits it, so a resumed bisect waits for them."""
     no_gpu: bool
-    _since: float = field(default_factory=time.monotonic)
 
     def run(self) -> Answer:
-        """Return the answer; the state is saved whatever is raised. Raises WrongQuestion, Pause, OSError."""
+        """Return the answer; the state is saved whatever is raised. Raises ConfigError, Pause, OSError."""
         state = self.state
         try:
             self._verify_ends()
@@ -325,12 +283,12 @@ class Bisection:
                         "the bad end fails in another way than the first bad candidate: looking for where"
                     )
                     self._test(index)
-                elif state.confirmation is None and (edge := edge_to_confirm(state)):
+                elif state.reverted is None and (edge := edge_to_confirm(state)):
                     self._confirm(edge)
                 else:
                     return answer_of(state)
         finally:
-            self._save()
+            self.state.save(self.folder)
 
     def _verify_ends(self) -> None:
         """Test what must be good, from which --timeout follows, and then what must be bad."""
@@ -357,7 +315,7 @@ class Bisection:
         }[record.verdict].rstrip(".")
         log = f"; its output is in {self.folder / record.attempts[-1].log}" if record.attempts else ""
         imported = f"; {record.imported}" if record.imported else ""
-        raise WrongQuestion(redact.text(f"{end} {problem}{imported}{log}."))
+        raise ConfigError(redact.text(f"{end} {problem}{imported}{log}."))
 
     def _confirm(self, edge: Edge) -> None:
         """Run the newer end without the commit found; if that ends as the older end did, run the newer end again."""
@@ -366,22 +324,21 @@ class Bisection:
         commit, tip = state.candidates[edge.after], state.candidates[-1]
         without = Candidate(name=f"{tip.name[:12]}-without-{commit.name[:12]}")
         self.progress.say(f"to confirm it, {commit.name[:12]} is reverted on top of {tip.label}")
-        confirmation = Confirmation()
         try:
             environment = provider.make_reverted(commit, tip)
-        except (CannotRevert, Unavailable) as problem:
-            confirmation.problem = str(problem).rstrip(".")
+        except UnsupportedEnvironment as problem:
+            state.reverted = _not_run(without, str(problem).rstrip("."))
         else:
             # As many as made the good neighbour's verdict sure: the bad one stopped at its first failure.
-            runs = len(state.record(last_good(state, edge)).attempts)
-            confirmation.reverted = self._judge(without, environment, runs)
-            self._tell(confirmation.reverted, without)
-            if confirmation.reverted.verdict == state.record(0).verdict:
-                confirmation.control = self._judge(tip, self._environment_again(tip), runs)
-                self._tell(confirmation.control, tip)
-        state.confirmation = confirmation
+            runs, control = len(state.record(last_good(state, edge)).attempts), None
+            reverted = self._judge(without, environment, runs)
+            self._tell(reverted, without)
+            if reverted.verdict == state.record(0).verdict:
+                control = self._judge(tip, self._environment_again(tip), runs)
+                self._tell(control, tip)
+            state.reverted, state.control = reverted, control
         state.unfinished.clear()
-        self._save()
+        self.state.save(self.folder)
 
     def _run_again(self, rerun: Rerun) -> None:
         candidate, record, failures = self.state.candidates[rerun.index], self.state.record(rerun.index), 0
@@ -390,7 +347,7 @@ class Bisection:
             made = self._run(candidate, record.environment, len(record.attempts) + 1)
             record.attempts.append(made)
             record.verdict, record.reason = self._combine(record.attempts)
-            self._save()
+            self.state.save(self.folder)
             failures += made.verdict != "good"
             if failures == rerun.failures:
                 break
@@ -401,12 +358,11 @@ class Bisection:
         candidate, question = self.state.candidates[index], self.state.question
         try:
             record = self._judge(candidate, self._environment(candidate), question.options.repeat)
-        except Unavailable as problem:
-            reason, nothing = f"cannot be installed: {problem}", Environment(python="")
-            record = Record(name=candidate.name, verdict="skip", reason=reason, environment=nothing)
+        except UnsupportedEnvironment as problem:
+            record = _not_run(candidate, f"cannot be installed: {problem}")
         self.state.records.append(record)
         self.state.unfinished.clear()
-        self._save()
+        self.state.save(self.folder)
         self._tell(record, candidate)
 
     def _judge(self, candidate: Candidate, environment: Environment, runs: int) -> Record:
@@ -414,11 +370,11 @@ class Bisection:
         attempts = self.state.unfinished.setdefault(candidate.name, [])
         while len(attempts) < runs and all(each.verdict == "good" for each in attempts):
             attempts.append(self._run(candidate, environment, len(attempts) + 1))
-            self._save()
+            self.state.save(self.folder)
         verdict, reason = self._combine(attempts)
-        run = self._run_in(self.folder / Path(attempts[-1].log).parent, candidate, environment)
-        is_judged = verdict == "bad" and self.state.question.kind == "failure"
-        if is_judged and (why := import_failure(run)):
+        last = self._trial(self.folder / Path(attempts[-1].log).parent, candidate, environment)
+        is_judged = verdict == "bad" and self.state.question.takes_any
+        if is_judged and (why := import_failure(last, environment.python, self.lock)):
             verdict = "skip"
             reason = f"cannot run here, because it cannot be imported (--match counts that too): {why}"
         return Record(
@@ -426,29 +382,30 @@ class Bisection:
             verdict=verdict,
             reason=reason,
             environment=environment,
-            imported=imported_by(run),
+            imported=imported_by(last, environment.python, self.state.question),
             attempts=attempts,
         )
 
     def _environment(self, candidate: Candidate) -> Environment:
-        """Return the candidate's environment after a look at the installed version. Raises Unavailable, Pause."""
+        """Return the candidate's environment after a look at the installed version. Raises UnsupportedEnvironment, Pause."""
         options = self.state.question.options
         with working(f"{candidate.label}: installing"):
             environment = self.provider.make(candidate)
         seen = environment.freeze.get(canonicalize_name(options.package), "")
         # A commit's version says little, and a prepared folder may hold the bare module without its metadata.
-        if not options.git and (seen or not options.environments) and not _is_version(seen, candidate.name):
-            raise Unavailable(f"its environment has {options.package} {seen} (PYTHONPATH may hide it).")
+        is_named = bool(seen) or not (options.git or options.environments)
+        if is_named and not options.git and not _is_version(seen, candidate.name):
+            raise UnsupportedEnvironment(f"its environment has {options.package} {seen} (PYTHONPATH may hide it).")
         return environment
 
     def _environment_again(self, candidate: Candidate) -> Environment:
         """Return the environment of a candidate that has run: the cache may have been deleted since. Raises Pause."""
         try:
             return self._environment(candidate)
-        except Unavailable as problem:
+        except UnsupportedEnvironment as problem:
             raise Pause(f"{candidate.label} has run, but cannot be installed again: {problem}") from problem
 
-    def _run(self, candidate: Candidate, environment: Environment, number: int) -> Attempt:
+    def _run(self, candidate: Candidate, environment: Environment, number: int) -> Outcome:
         """Run the command. If the machine may be at fault in a failure, run it once more and return that second run."""
         made = self._run_once(candidate, environment, number)
         if made.may_pass:
@@ -456,25 +413,33 @@ class Bisection:
             made = self._run_once(candidate, environment, number)
         return made
 
-    def _run_once(self, candidate: Candidate, environment: Environment, number: int) -> Attempt:
+    def _run_once(self, candidate: Candidate, environment: Environment, number: int) -> Outcome:
         runs = self.folder / "runs" / candidate.name
         folder = runs / str(sum(1 for _ in runs.glob("*")) + 1)  # what a killed run left is kept
+        trial = self._trial(folder, candidate, environment)
         if number == 1:
-            self.progress.say(f"{candidate.label}: running; its output is in {folder / LOG}")
+            self.progress.say(f"{candidate.label}: running; its output is in {trial.log}")
         with working(f"{candidate.label}: run {number}", every=LINE_SECONDS):
-            made = run_once(self._run_in(folder, candidate, environment))
-        made.log = str(Path(made.log).relative_to(self.folder))
+            made = run_trial(trial, partial(run_tree, inherit=(self.lock,)))
+        if made.code >= FIRST_STOPPING_CODE and not made.timed_out:
+            raise Pause(f"the script asked to stop, with exit code {made.code}; its output is in {trial.log}.")
+        made.log = str(trial.log.relative_to(self.folder))
         return made
 
-    def _run_in(self, folder: Path, candidate: Candidate, environment: Environment) -> Run:
-        return Run(
-            question=self.state.question,
-            environment=environment,
+    def _trial(self, folder: Path, candidate: Candidate, environment: Environment) -> Trial:
+        question, python = self.state.question, environment.python
+        variables = environment.variables(self.no_gpu and question.runs_sglang, is_of_this_repository(question))
+        return Trial(
+            command=command_of(question, python, folder),
+            variables=variables | {"BISECT_CANDIDATE": candidate.name},
+            cwd=question.folder,
             folder=folder,
-            candidate=candidate.name,
-            no_gpu=self.no_gpu,
-            lock=self.lock,
+            signature=question.signature,
             limit=self._limit(),
+            package=question.options.package,
+            own=(*environment.paths, str(Path(python).parent.parent)),
+            is_torchrun=is_torchrun(question),
+            no_gpu=self.no_gpu,
         )
 
     def _limit(self) -> float:
@@ -491,7 +456,7 @@ class Bisection:
             LEAST_LIMIT_SECONDS, LIMIT_TIMES * max(each.seconds for each in self.state.record(good_end).attempts)
         )
 
-    def _combine(self, attempts: list[Attempt]) -> tuple[Verdict, str]:
+    def _combine(self, attempts: list[Outcome]) -> tuple[Verdict, str]:
         """Return the verdict of several runs: bad if one is bad."""
         failed = [attempt for attempt in attempts if attempt.verdict == "bad"]
         chosen = next((each for each in [*failed, *attempts] if each.verdict != "good"), attempts[0])
@@ -505,8 +470,14 @@ class Bisection:
         if record.imported:
             self.progress.say(f"      {record.imported}")
 
-    def _save(self) -> None:
-        now = time.monotonic()
-        self.state.wall_seconds += now - self._since
-        self._since = now
-        self.state.save(self.folder)
+
+def _not_run(candidate: Candidate, reason: str) -> Record:
+    return Record(name=candidate.name, verdict="skip", reason=reason, environment=Environment(python=""))
+
+
+def _is_version(seen: str, wanted: str) -> bool:
+    """Return whether an installed version is the one wanted, in any build; metadata may hold anything."""
+    try:
+        return SpecifierSet(f"=={wanted}").contains(seen, prereleases=True)
+    except InvalidVersion:
+        return False

@@ -1,58 +1,33 @@
-"""The candidates: versions or commits between two ends, in order, read from package indexes, folders or git.
+"""The candidates: versions or commits between two ends, in order, and the environment that each is run in."""
 
-uv and pip do not say when a release was published, so this module reads the indexes itself.
-"""
-
-import base64
-import json
 import os
-import re
-import ssl
 import subprocess
 import sys
 import tempfile
 import tomllib
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from html import unescape
-from http.client import HTTPException
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from types import MappingProxyType
+from typing import Protocol
 
-from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from harness.runtime import redact
-from harness.tools.bisection.question import Options, Pause, Question, WrongQuestion
-from harness.tools.environments import uv_sources
-
-INDEX_SECONDS = 20.0
-DEFAULT_INDEX = "https://pypi.org/simple"
-_ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """One version, or one commit (name: its full hash, title: its subject)."""
-
-    name: str
-    title: str = ""
-    time: str = ""
-    """When it was published, in ISO 8601; "" if that is not known."""
-    requires_python: str = ""
-    folder: str = ""
-    """Of --environments: where its environment is."""
-    yanked: bool = False
-    """Its publisher withdrew it. It is a candidate only if it is an end."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.name[:12]} {self.title}" if self.title else self.name
+from harness.config.mistakes import ConfigError
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.bisection.question import Options, Question, is_of_this_repository
+from harness.tools.trial.environment import (
+    OWN_NEEDS,
+    Environment,
+    Pinned,
+    digest,
+    find_python,
+    keep,
+    module_of,
+    published,
+)
+from harness.tools.trial.indexes import Candidate, Pause, between, index_arguments, releases, releases_of, version_of
 
 
 def labels(candidates: Iterable[Candidate]) -> str:
@@ -61,7 +36,7 @@ def labels(candidates: Iterable[Candidate]) -> str:
 
 
 def settle(question: Question) -> Question:
-    """Name the package; with --git, also replace the ends by hashes, as a branch moves. Raises WrongQuestion.
+    """Name the package; with --git, also replace the ends by hashes, as a branch moves. Raises ConfigError.
 
     What is searched is the first-parent history of the newer end. If the older end is not part of it, because it is on
     a side branch, merged or not, the search starts where that branch began: what main had by then is all that both
@@ -74,35 +49,35 @@ def settle(question: Question) -> Question:
     asked = (options.bad, options.good) if options.find_fix else (options.good, options.bad)
     older, newer = (commit_of(checkout, name) for name in asked)
     if older == newer:
-        raise WrongQuestion(f"good and bad are the same commit, {older[:12]}; give two that differ.")
+        raise ConfigError(f"good and bad are the same commit, {older[:12]}; give two that differ.")
     start = _start_of_search(checkout, older, newer)
     if not start:
         searched = f"the first-parent history of {asked[1]}, which is what is searched"
         remedy = f"give a commit of `git log --first-parent {asked[1]}`; a shallow clone needs git fetch --unshallow"
-        raise WrongQuestion(f"{asked[0]} shares no commit with {searched}; {remedy}.")
+        raise ConfigError(f"{asked[0]} shares no commit with {searched}; {remedy}.")
     if start == newer:
-        raise WrongQuestion(_exchanged(options, *asked))
+        raise ConfigError(_exchanged(options, *asked))
     if start != older:
         began = git(checkout, "log", "-1", "--format=%h %s", start)
         print(f"{asked[0]} is on a side branch; the bisect starts where that branch began, at {began}", flush=True)
     good, bad = (newer, start) if options.find_fix else (start, newer)
     package = options.package or _package_of(checkout, newer)
     if not package:
-        raise WrongQuestion(f"the pyproject.toml of {options.git} names no package; give --package.")
+        raise ConfigError(f"the pyproject.toml of {options.git} names no package; give --package.")
     return replace(question, options=replace(options, good=good, bad=bad, package=package))
 
 
 def find_candidates(question: Question) -> list[Candidate]:
-    """Return them oldest first, both ends included. Raises WrongQuestion, Pause."""
+    """Return them oldest first, both ends included. Raises ConfigError, Pause."""
     options = question.options
     older, newer = (options.bad, options.good) if options.find_fix else (options.good, options.bad)
     if options.git:
         return _commits_between(Path(options.git), older, newer)
-    low, high = _version(older), _version(newer)
+    low, high = version_of(older), version_of(newer)
     if low == high:
-        raise WrongQuestion(f"good and bad are both {older}; give two ends that differ.")
+        raise ConfigError(f"good and bad are both {older}; give two ends that differ.")
     if low > high:
-        raise WrongQuestion(_exchanged(options, older, newer))
+        raise ConfigError(_exchanged(options, older, newer))
     if options.environments:
         found, source = _in_environments(Path(options.environments)), f"{options.package} in {options.environments}"
     elif options.wheels:
@@ -111,47 +86,8 @@ def find_candidates(question: Question) -> list[Candidate]:
     else:
         found, source = releases(options.package), options.package
         if not found:
-            raise WrongQuestion(f"there is no package {options.package}.")
+            raise ConfigError(f"there is no package {options.package}.")
     return between(found, older, newer, source)
-
-
-def between(found: Mapping[Version, Candidate], older: str, newer: str, source: str) -> list[Candidate]:
-    """Return the versions from `older` to `newer`, both included. Raises WrongQuestion.
-
-    Between the ends, yanked releases are left out, and between two final releases also release candidates and nightly
-    builds.
-    """
-    low, high = ends = _version(older), _version(newer)
-    final = not any(end.is_prerelease for end in ends)
-    for version in ends:
-        if version not in found:
-            kept = sorted(each for each in found if not found[each].yanked)
-            if not kept:
-                raise WrongQuestion(f"there is no release of {source}.")
-            near = [each for each in kept if each < version][-2:] + [each for each in kept if each > version][:2]
-            raise WrongQuestion(
-                f"there is no version {version} of {source}; the nearest are {', '.join(map(str, near))}."
-            )
-    return [
-        found[version]
-        for version in sorted(found)
-        if version in ends
-        or (low < version < high and not found[version].yanked and not (final and version.is_prerelease))
-    ]
-
-
-def _version(text: str) -> Version:
-    try:
-        return Version(text)
-    except InvalidVersion as error:
-        raise WrongQuestion(f"an end must be a version such as 0.5.9 or 0.5.5.post3, got {text!r}.") from error
-
-
-def is_build_of(found: Version, wanted: Version) -> bool:
-    """Return whether `found` is the version wanted. 2.9.0+cpu is a build of 2.9.0, as for pip; 2.9.0 is none of
-    2.9.0+cpu.
-    """
-    return found == wanted or (not wanted.local and Version(found.public) == wanted)
 
 
 def _exchanged(options: Options, older: str, newer: str) -> str:
@@ -170,121 +106,22 @@ def _in_environments(folder: Path) -> dict[Version, Candidate]:
     return found
 
 
-# Package indexes.
-
-
-def index_arguments() -> list[str]:
-    """Return uv's arguments for the indexes that pip is configured to use."""
-    run = subprocess.run([sys.executable, "-P", "-m", "pip", "config", "list"], capture_output=True, text=True)
-    return uv_sources(run.stdout if run.returncode == 0 else "")
-
-
-def releases(package: str) -> dict[Version, Candidate]:
-    """Return all releases of a package by version; yanked ones are marked. Raises Pause."""
-    words = index_arguments()
-    indexes = [value for word, value in pairwise(words) if word in ("--index-url", "--extra-index-url")]
-    indexes += [] if {"--index-url", "--no-index"} & {*words} else [DEFAULT_INDEX]
-    return releases_of(package, (file for index in indexes for file in _files_of_index(index, package)))
-
-
-def releases_of(package: str, files: Iterable[Mapping[str, Any]]) -> dict[Version, Candidate]:
-    """Group files by version. A release is yanked when all its files are, and was published when its last file was."""
-    by_version: dict[Version, list[Mapping[str, Any]]] = {}
-    for file in files:
-        name, version = parse_filename(file["filename"])
-        if version and name == canonicalize_name(package):
-            by_version.setdefault(version, []).append(file)
-    found = {}
-    for version, every in by_version.items():
-        kept = [file for file in every if not file.get("yanked")] or every
-        found[version] = Candidate(
-            name=str(version),
-            time=max(file.get("upload-time") or "" for file in kept),
-            requires_python=next((value for file in kept if (value := file.get("requires-python"))), ""),
-            yanked=bool(kept[0].get("yanked")),
-        )
-    return found
-
-
-def parse_filename(filename: str) -> tuple[str, Version | None]:
-    """Return the normalized package name and the version of a wheel or sdist; ("", None) if the file is neither."""
-    with suppress(ValueError):
-        return (parse_wheel_filename if filename.endswith(".whl") else parse_sdist_filename)(filename)[:2]
-    return "", None
-
-
-def files_of_page(text: str, is_json: bool) -> list[Mapping[str, Any]]:
-    """Return the files of a project's page, in either form of the simple repository API. Raises ValueError."""
-    if is_json:
-        try:
-            return [file for file in json.loads(text)["files"] if file["filename"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError("its JSON lists no files") from error
-    files: list[Mapping[str, Any]] = []
-    for tag in re.findall(r"<a\s([^>]*)>", text):
-        given = {name: unescape(value) for name, value in re.findall(r'([\w-]+)="([^"]*)"', tag)}
-        file = {name: given.get(f"data-{name}", "") for name in ("upload-time", "requires-python")}
-        filename = unquote(urlsplit(given.get("href", "")).path).rpartition("/")[2]
-        files.append({**file, "filename": filename, "yanked": "data-yanked" in tag})
-    return files
-
-
-def _files_of_index(index: str, package: str) -> list[Mapping[str, Any]]:
-    """Return a package's files; none if the index does not have it.
-
-    Raises Pause, which does not show the index's login.
-    """
-    address = f"{index.rstrip('/')}/{canonicalize_name(package)}/"
-    try:
-        address, authorization = _without_login(address)
-        return _files_at(address, authorization)
-    except (OSError, HTTPException, ValueError) as error:  # URLError is an OSError; a bad address, encoding or JSON
-        if isinstance(error, urllib.error.HTTPError) and error.code == 404:
-            return []
-        reason = " ".join(str(getattr(error, "reason", error)).split())
-        raise Pause(redact.text(f"the index {address} could not be read ({reason}).")) from error
-
-
-def _without_login(address: str) -> tuple[str, str]:
-    """Return the address without its USER:PASSWORD@, and the value of the header that gives them; "" without a
-    login.
-    """
-    parts = urlsplit(address)
-    login, _, host = parts.netloc.rpartition("@")
-    user, _, password = login.partition(":")
-    given = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
-    return urlunsplit(parts._replace(netloc=host)), f"Basic {given}" if login else ""
-
-
-def _files_at(address: str, authorization: str) -> list[Mapping[str, Any]]:
-    """Return the files that a project's page lists. Raises OSError, HTTPException, ValueError."""
-    if urlsplit(address).scheme == "file":  # a mirror in folders, which pip and uv read too
-        page = Path(unquote(urlsplit(address).path)) / "index.html"
-        return files_of_page(page.read_text(), is_json=False) if page.is_file() else []
-    request = urllib.request.Request(address, headers={"Accept": _ACCEPT})
-    if authorization:  # not for another host, to which the index may redirect
-        request.add_unredirected_header("Authorization", authorization)
-    certificates = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
-    with urllib.request.urlopen(request, timeout=INDEX_SECONDS, context=certificates) as answer:
-        return files_of_page(answer.read().decode(), answer.headers.get_content_type().endswith("json"))
-
-
 # Commits of a local checkout, which is only read.
 
 
 def commit_of(checkout: Path, name: str) -> str:
-    """Return the full hash of the tag `v` + name, else of the tag, branch or commit `name`. Raises WrongQuestion."""
+    """Return the full hash of the tag `v` + name, else of the tag, branch or commit `name`. Raises ConfigError."""
     for each in (f"v{name}", name):
         if found := git(checkout, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{each}^{{commit}}"):
             return found
     check_checkout("--git", checkout)
-    raise WrongQuestion(f"{checkout} has no commit or tag {name}; fetch its tags.")
+    raise ConfigError(f"{checkout} has no commit or tag {name}; fetch its tags.")
 
 
 def check_checkout(option: str, folder: Path) -> None:
-    """Raise WrongQuestion unless the folder that an option names is a git checkout."""
+    """Raise ConfigError unless the folder that an option names is a git checkout."""
     if not git(folder, "rev-parse", "--git-dir"):
-        raise WrongQuestion(f"{option} must be a git checkout, got {folder}.")
+        raise ConfigError(f"{option} must be a git checkout, got {folder}.")
 
 
 def repository_of(folder: Path) -> tuple[Path, str]:
@@ -307,38 +144,31 @@ def _commits_between(checkout: Path, older: str, newer: str) -> list[Candidate]:
     return [Candidate(name=commit, title=" ".join(subject.split())) for commit, _, subject in parts]
 
 
-def export_commit(checkout: Path, commit: str, folder: Path) -> None:
-    """Unpack a commit into a new folder. Raises Pause."""
-    folder.mkdir(parents=True)
-    words, untar = ["git", "-C", str(checkout), "archive", commit], ["tar", "-x", "-C", str(folder)]
-    # At its end `with` closes this process's end of the pipe, and then waits: git would write for ever to a tar that is
-    # gone.
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as archive:
-        try:
-            unpack = subprocess.run(untar, stdin=archive.stdout, capture_output=True, text=True)
-        except FileNotFoundError as error:
-            raise Pause("commits are unpacked by tar, which is not on PATH; install it.") from error
-    if archive.returncode or unpack.returncode:
-        raise Pause(f"git archive of {commit[:12]} could not be unpacked: {unpack.stderr.strip()}.")
+def unpack_commit(repository: Path, commit: str, folder: Path) -> None:
+    """Write a commit's files into a new folder. Raises Pause."""
+    folder.mkdir()
+    index = {"GIT_INDEX_FILE": str(folder.with_name("index"))}  # not the repository's own, which is only read
+    run = _run_git(repository, f"--work-tree={folder}", "read-tree", "--reset", "-u", commit, variables=index)
+    if run.returncode:
+        raise Pause(f"the files of {commit[:12]} could not be written: {run.stderr.strip()}.")
 
 
-class CannotRevert(Exception):
-    """A commit cannot be reverted; a clause says why, without the commit's name."""
+def unpack_reverted(repository: Path, commit: str, tip: str, folder: Path) -> None:
+    """Write the files of `tip` without the changes of `commit`, as git revert makes them.
 
-
-def export_reverted(checkout: Path, commit: str, tip: str, folder: Path) -> None:
-    """Unpack `tip` without the changes of `commit`, as git revert makes it. Raises CannotRevert, Pause."""
-    with tempfile.TemporaryDirectory() as clone:  # it shares the checkout's objects: the checkout is only read
-        _git_or_refuse(Path.cwd(), "clone", "--quiet", "--shared", "--no-checkout", str(checkout), clone)
+    Raises UnsupportedEnvironment if that cannot be, Pause.
+    """
+    with tempfile.TemporaryDirectory() as clone:  # it shares the repository's objects
+        _git_or_refuse(Path.cwd(), "clone", "--quiet", "--shared", "--no-checkout", str(repository), clone)
         _git_or_refuse(Path(clone), "checkout", "--quiet", "--detach", tip)
         is_merge = git(Path(clone), "rev-parse", "--verify", "--quiet", f"{commit}^2")
         words = ["revert", "--no-commit", *(["--mainline", "1"] if is_merge else []), commit]
         run = _run_git(Path(clone), *words)
         if conflicts := git_lines(Path(clone), "diff", "--name-only", "--diff-filter=U"):
-            raise CannotRevert(f"it conflicts with later commits in {', '.join(conflicts)}")
+            raise UnsupportedEnvironment(f"it conflicts with later commits in {', '.join(conflicts)}")
         if run.returncode:
-            raise CannotRevert(run.stderr.strip().rpartition("\n")[2])
-        export_commit(Path(clone), git(Path(clone), "write-tree"), folder)
+            raise UnsupportedEnvironment(run.stderr.strip().rpartition("\n")[2])
+        unpack_commit(Path(clone), git(Path(clone), "write-tree"), folder)
 
 
 def _package_of(checkout: Path, commit: str) -> str:
@@ -365,12 +195,14 @@ def git_lines(checkout: Path, *arguments: str) -> list[str]:
     return [line for line in git(checkout, *arguments).split("\n") if line]
 
 
-def _run_git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run_git(
+    checkout: Path, *arguments: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
     command = ["git", "-C", str(checkout), "-c", "core.hooksPath=/dev/null", *arguments]
     try:  # not text=True, which would end a line at a carriage return in a subject
-        run = subprocess.run(command, capture_output=True)
+        run = subprocess.run(command, capture_output=True, env={**os.environ, **variables})
     except FileNotFoundError as error:
-        raise WrongQuestion("commits are read by git, which is not on PATH; install it.") from error
+        raise ConfigError("commits are read by git, which is not on PATH; install it.") from error
     said, problem = (each.decode(errors="replace") for each in (run.stdout, run.stderr))
     return subprocess.CompletedProcess(command, run.returncode, said, problem)
 
@@ -378,4 +210,108 @@ def _run_git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str
 def _git_or_refuse(checkout: Path, *arguments: str) -> None:
     run = _run_git(checkout, *arguments)
     if run.returncode:
-        raise CannotRevert(f"git {arguments[0]} failed: {run.stderr.strip().rpartition(chr(10))[2]}")
+        raise UnsupportedEnvironment(f"git {arguments[0]} failed: {run.stderr.strip().rpartition(chr(10))[2]}")
+
+
+# The environment of a candidate.
+
+
+class Provider(Protocol):
+    """Makes the environments of candidates."""
+
+    def make(self, candidate: Candidate) -> Environment:
+        """Return its environment, made if there is none yet. Raises UnsupportedEnvironment, Pause."""
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """--environments: a folder for each version, which is an environment with bin/python, or a site-packages folder."""
+
+    python: str
+
+    def make(self, candidate: Candidate) -> Environment:
+        folder = Path(candidate.folder)
+        if (folder / "bin" / "python").exists():
+            return Environment(python=str(folder / "bin" / "python")).with_freeze()
+        if not any(folder.glob("*.dist-info")) and not any(folder.glob("*/__init__.py")):
+            raise UnsupportedEnvironment(f"{folder} is neither an environment (bin/python) nor a site-packages folder.")
+        return Environment(python=self.python, paths=(str(folder),)).with_freeze()
+
+
+@dataclass(kw_only=True)
+class Commits:
+    """--git: each commit of a checkout, unpacked, first on the path of one Python. Nothing is built."""
+
+    python: str
+    checkout: Path
+    """The repository, or the folder in it that holds the package."""
+    package: str
+
+    def make(self, candidate: Candidate) -> Environment:
+        repository = repository_of(self.checkout)[0]
+        return self._unpacked(
+            f"commit-{candidate.name[:16]}", lambda files: unpack_commit(repository, candidate.name, files)
+        )
+
+    def make_reverted(self, commit: Candidate, tip: Candidate) -> Environment:
+        """Return the environment of `tip` without the changes of `commit`.
+
+        Raises UnsupportedEnvironment, also for a commit that cannot be reverted, Pause.
+        """
+        key, repository = f"commit-{tip.name[:16]}-without-{commit.name[:16]}", repository_of(self.checkout)[0]
+        return self._unpacked(key, lambda files: unpack_reverted(repository, commit.name, tip.name, files))
+
+    def _unpacked(self, key: str, unpack: Callable[[Path], None]) -> Environment:
+        repository, inside = repository_of(self.checkout)
+        folder = keep(f"{key}-{digest(str(repository))}", lambda new: unpack(new / "files")) / "files" / inside
+        if not folder.is_dir():
+            raise UnsupportedEnvironment(f"it has no folder {inside}.")
+        return Environment(python=self.python, paths=(str(_import_root(folder, self.package)),)).with_freeze()
+
+
+def _import_root(files: Path, package: str) -> Path:
+    """Return the folder of a commit's files from which the package is imported: python/, src/, or the files' own.
+
+    python/ and src/ may hold something else, such as C++: on the path they would leave the installed package to be
+    tested. If the module of the package's name is nowhere, its name may be another one: return the first folder with
+    any package.
+    """
+    module = module_of(package)
+    folders = [folder for folder in (files / "python", files / "src", files) if folder.is_dir()]
+    own = [each for each in folders if (each / module / "__init__.py").is_file() or (each / f"{module}.py").is_file()]
+    return next(iter([*own, *(folder for folder in folders if any(folder.glob("*/__init__.py"))), *folders]))
+
+
+def python_of(options: Options) -> str:
+    """Return the interpreter that --python names, by default this one. Raises ConfigError, Pause."""
+    try:
+        return find_python(options.python) if options.python else sys.executable
+    except UnsupportedEnvironment as error:
+        wrong = f"--python must be an interpreter of this machine or its version, got {options.python}."
+        raise ConfigError(wrong) from error
+
+
+def provider_of(question: Question, folder: Path, no_gpu: bool, python: str) -> Provider:
+    """Return the provider that the options ask for. Raises ConfigError, Pause.
+
+    folder: of the bisect. python: the interpreter with which the bisect began.
+    """
+    options = question.options
+    if options.environments:
+        return Prepared(python=python)
+    if options.git:
+        return Commits(checkout=Path(options.git), package=options.package, python=python)
+    is_ours = is_of_this_repository(question)
+    if is_ours and options.package != "sglang" and not options.hold:
+        raise ConfigError("the script needs an sglang; give --hold sglang==VERSION.")
+    found = ["--no-index", "--find-links", options.wheels] if options.wheels else index_arguments()
+    return Pinned(
+        package=options.package,
+        requirements=(*options.hold, *(OWN_NEEDS if is_ours else ())),
+        held_since="" if options.wheels else max(("", *map(published, options.hold))),
+        cpu_mode=no_gpu and question.runs_sglang,
+        python=python,
+        keeps_python=bool(options.python),
+        sources=tuple(found),
+        locks=folder / "resolutions",
+    )

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
+from harness.config.mistakes import ConfigError
 from harness.tools.command_line import parse
 from harness.tools.environments import REPOSITORY
+from harness.tools.trial.trial import Signature
 
-Kind = Literal["failure", "match", "hang"]
 SCRIPT = "launch/bisect_versions.py"
 AUTO = "auto"
 TORCHRUN_JOBS = tuple(REPOSITORY / "launch" / name for name in ("ppo.py", "sync.py"))
@@ -55,8 +55,6 @@ class Options:
     network."""
     wheels: str = ""
     """Install only from the wheels in this folder. Needs no network."""
-    only_package: bool = False
-    """Install each candidate without its dependencies, over the packages of this Python: seconds instead of minutes."""
     hold: tuple[str, ...] = ()
     """Requirements that all candidates share, such as sglang==0.5.23 if --package is another one."""
     python: str = ""
@@ -77,14 +75,6 @@ class Options:
     """Where state, logs and report are kept. Default: a new folder in bisects/."""
 
 
-class WrongQuestion(ValueError):
-    """The question cannot be answered; one sentence says why."""
-
-
-class Pause(Exception):
-    """The bisect lacks network or disk and can continue later. No candidate is to blame. One sentence."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """Options, the command that is run, and the folder in which it is run."""
@@ -94,8 +84,13 @@ class Question:
     folder: str
 
     @property
-    def kind(self) -> Kind:
-        return "match" if self.options.match else "hang" if self.options.hang else "failure"
+    def signature(self) -> Signature:
+        return Signature(match=self.options.match, hang=self.options.hang)
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether any failure is bad."""
+        return self.signature == Signature()
 
     @property
     def runs_sglang(self) -> bool:
@@ -122,33 +117,31 @@ def _flag(name: str) -> str:
 
 def _refuse_if(wrong: object, sentence: str) -> None:
     if wrong:
-        raise WrongQuestion(sentence)
+        raise ConfigError(sentence)
 
 
 def existing_folder(option: str, given: str) -> str:
-    """Return the folder that an option names as an absolute path. Raises WrongQuestion."""
+    """Return the folder that an option names as an absolute path. Raises ConfigError."""
     folder = Path(given).expanduser()
     _refuse_if(not folder.is_dir(), f"{option} must be an existing folder, got {folder}.")
     return str(folder.resolve())
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds of "90", "90s", "10m" or "2h"; 0 for "auto". Raises WrongQuestion."""
+    """Return the seconds of "90", "90s", "10m" or "2h"; 0 for "auto". Raises ConfigError."""
     if text == AUTO:
         return 0.0
     if not (match := _SECONDS.fullmatch(text.strip())):
-        raise WrongQuestion(f"--timeout: a time must be seconds, 90s, 10m or 2h, got {text!r}.")
+        raise ConfigError(f"--timeout: a time must be seconds, 90s, 10m or 2h, got {text!r}.")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
-    """Check what can be checked without looking at versions. Raises WrongQuestion."""
+    """Check what can be checked without looking at versions. Raises ConfigError."""
     for name in ("good", "bad"):
         _refuse_if(not getattr(options, name), f"--{name} is missing; give both ends: --good 0.5.20 --bad 0.5.23.")
     sources = [name for name in ("git", "environments", "wheels") if getattr(options, name)]
     _refuse_if(len(sources) > 1, f"{' and '.join(map(_flag, sources))} cannot go together; give one of them.")
-    alone = options.only_package and (options.hold or options.git or options.environments)
-    _refuse_if(alone, "--only-package keeps all other packages: it cannot go with --hold, --git or --environments.")
     _refuse_if(options.then_git and options.git, "--then-git is for releases, and --git bisects commits; give one.")
     for name in (*sources, *(["then_git"] if options.then_git else [])):
         setattr(options, name, existing_folder(_flag(name), getattr(options, name)))
@@ -161,7 +154,7 @@ def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
         re.compile(options.match)
     except re.error as error:
         wrong = f"--match must be a name of launch/diagnose.py or a regular expression, got {options.match!r}: {error}."
-        raise WrongQuestion(wrong) from error
+        raise ConfigError(wrong) from error
     question = Question(options=options, command=tuple(command), folder=str(folder))
     _check_command(question)
     return question
@@ -175,18 +168,18 @@ def _check_command(question: Question) -> None:
         try:
             _ranks(command[1:])
         except ValueError as error:
-            raise WrongQuestion(f"the script's own arguments are wrong: {error}") from error
+            raise ConfigError(f"the script's own arguments are wrong: {error}") from error
     elif script is None and not (first in ("torchrun", *PYTHON_PROGRAMS) or is_python(first) or shutil.which(first)):
         file = Path(question.folder) / first
         _refuse_if(file.is_dir(), f"{first} is a folder; give a script.")
         remedy = f"is not executable; make it so with chmod +x {first}, or give: -- bash {first}"
-        raise WrongQuestion(f"{first} {remedy}." if file.is_file() else f"there is no command {first}.")
+        raise ConfigError(f"{first} {remedy}." if file.is_file() else f"there is no command {first}.")
 
 
 def script_of(question: Question) -> Path | None:
     """Return the Python script that the command runs, if it runs one.
 
-    Raises WrongQuestion if the file does not exist.
+    Raises ConfigError if the file does not exist.
     """
     first, *rest = question.command
     named = first if first.endswith(".py") else ""
@@ -197,7 +190,7 @@ def script_of(question: Question) -> Path | None:
     for folder in (Path(question.folder), REPOSITORY):
         if (folder / named).is_file():
             return (folder / named).resolve()
-    raise WrongQuestion(f"there is no script {named}.")
+    raise ConfigError(f"there is no script {named}.")
 
 
 def command_of(question: Question, python: str, folder: Path) -> list[str]:

@@ -12,49 +12,15 @@ from typing import IO
 
 import msgspec
 
-from harness.runtime.files import is_own_folder
-from harness.tools.bisection.candidates import Candidate
-from harness.tools.bisection.installation import Environment
-from harness.tools.bisection.question import Question, WrongQuestion
-from harness.tools.bisection.search import Verdict
+from harness.config.mistakes import ConfigError
+from harness.config.run_folder import FOLDER_MODE
+from harness.runtime.files import is_own_folder, replace_file
+from harness.tools.bisection.question import Question
+from harness.tools.trial.environment import Environment
+from harness.tools.trial.indexes import Candidate
+from harness.tools.trial.trial import Outcome, Verdict
 
 STATE, LOCK = "state.json", "lock"
-FOLDER_MODE = 0o700
-"""Only this user may read the output of runs, because it may show secrets."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """The first failure that a run's log shows."""
-
-    text: str = ""
-    """The line that names the exception, else one that looks like a failure, else the last line."""
-    slug: str = ""
-    """Its name in the catalogue of launch/diagnose.py, if it is known there."""
-    place: str = ""
-    """FILE:FUNCTION of the deepest frame in the moved package, else of the deepest one; "" without a traceback."""
-    source: str = ""
-    """The line of code there."""
-    line: int = 0
-    """Number of the line in the run's log; 0 if it is in another file."""
-
-
-@dataclass(kw_only=True)
-class Attempt:
-    """One run of the command."""
-
-    code: int
-    """The exit code; negative for a signal."""
-    timed_out: bool
-    seconds: float
-    verdict: Verdict
-    log: str
-    """Relative to the bisect's folder."""
-    reason: str = ""
-    failure: Failure = field(default_factory=Failure)
-    may_pass: bool = False
-    """Whether the machine may have caused the failure, for example because a port was in use. Such a run is repeated
-    once."""
 
 
 @dataclass(kw_only=True)
@@ -67,7 +33,7 @@ class Record:
     environment: Environment
     imported: str = ""
     """Which file its Python imports as the package: a clause. Empty if it was not run."""
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[Outcome] = field(default_factory=list)
     """Empty if it cannot be installed."""
 
     @property
@@ -75,25 +41,9 @@ class Record:
         return sum(attempt.seconds for attempt in self.attempts)
 
     @property
-    def decisive(self) -> Attempt | None:
+    def decisive(self) -> Outcome | None:
         """Return the first attempt with the candidate's own verdict."""
         return next((each for each in self.attempts if each.verdict == self.verdict), None)
-
-
-@dataclass(kw_only=True)
-class Confirmation:
-    """What happened when the commit found was reverted on top of the newer end."""
-
-    problem: str = ""
-    """Why there was nothing to run: a clause."""
-    reverted: Record | None = None
-    """The newer end without the commit."""
-    control: Record | None = None
-    """The newer end itself, run again. None unless `reverted` ended as the older end did."""
-
-    @property
-    def records(self) -> list[Record]:
-        return [each for each in (self.reverted, self.control) if each]
 
 
 @dataclass(kw_only=True)
@@ -104,14 +54,13 @@ class State:
     candidates: list[Candidate]
     python: str = ""
     """The interpreter with which the bisect began, and with which it goes on; "" before its first run."""
-    python_version: str = ""
     records: list[Record] = field(default_factory=list)
-    unfinished: dict[str, list[Attempt]] = field(default_factory=dict)
+    unfinished: dict[str, list[Outcome]] = field(default_factory=dict)
     """Runs of a candidate that has no verdict yet, by its name: with --repeat it takes several."""
-    confirmation: Confirmation | None = None
-    """Of a bisect over commits that found one."""
-    wall_seconds: float = 0.0
-    """How long the bisect has run, over all its processes."""
+    reverted: Record | None = None
+    """Of a bisect over commits that found one: the newer end without that commit."""
+    control: Record | None = None
+    """The newer end itself, run again. None unless `reverted` ended as the older end did."""
 
     def index(self, name: str) -> int:
         return next(i for i, each in enumerate(self.candidates) if each.name == name)
@@ -135,30 +84,25 @@ class State:
 
     def save(self, folder: Path) -> None:
         """Write it, all or nothing. Raises OSError."""
-        new = folder / f"{STATE}.new"
-        with new.open("w", encoding="utf-8") as stream:
-            json.dump(asdict(self), stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(new, folder / STATE)
+        replace_file(folder / STATE, json.dumps(asdict(self), indent=1))
 
 
 def load_state(folder: Path) -> State:
-    """Return the state of the bisect in a folder. Raises WrongQuestion, also if others can write to the folder.
+    """Return the state of the bisect in a folder. Raises ConfigError, also if others can write to the folder.
 
     It holds the command that is run, and the interpreters that run it.
     """
     if (folder / STATE).exists() and not is_own_folder(folder.absolute()):
-        raise WrongQuestion(
+        raise ConfigError(
             f"{folder} must be a folder of yours that nobody else can write to, because its {STATE} says what is run; if you"
             " trust it, copy it with `cp -r` and run `chmod 700` on the copy."
         )
     try:
         return msgspec.convert(json.loads((folder / STATE).read_text(encoding="utf-8")), State)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise WrongQuestion(f"there is no bisect in {folder}: it has no {STATE}.") from error
+        raise ConfigError(f"there is no bisect in {folder}: it has no {STATE}.") from error
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise WrongQuestion(
+        raise ConfigError(
             f"{folder / STATE} was cut off, or another version of this program wrote it: {error}."
         ) from error
 
@@ -166,18 +110,21 @@ def load_state(folder: Path) -> State:
 def lock_folder(folder: Path) -> IO[str]:
     """Lock it until every process that has inherited the file closes it.
 
-    Raises WrongQuestion if another bisect has it.
+    Raises ConfigError if another bisect has it, or the folder cannot be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(FOLDER_MODE, exist_ok=True)
-    file = (folder / LOCK).open("a+")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}.") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         owner = file.read()
         if owner and Path(f"/proc/{owner}").exists():
-            raise WrongQuestion(f"{folder} is in use by the bisect of process {owner}.") from None
+            raise ConfigError(f"{folder} is in use by the bisect of process {owner}.") from None
         fcntl.flock(file, fcntl.LOCK_EX)  # a killed bisect had it, and the run that it started is about to end
     file.truncate(0)
     file.write(str(os.getpid()))
@@ -186,8 +133,8 @@ def lock_folder(folder: Path) -> IO[str]:
 
 
 def latest_folder(parent: Path) -> Path:
-    """Return the folder of the newest bisect. Raises WrongQuestion if there is none."""
+    """Return the folder of the newest bisect. Raises ConfigError if there is none."""
     files = sorted(parent.glob(f"*/{STATE}"), key=lambda file: file.stat().st_mtime)
     if not files:
-        raise WrongQuestion(f"there is no bisect in {parent}; give its folder, or start one.")
+        raise ConfigError(f"there is no bisect in {parent}; give its folder, or start one.")
     return files[-1].parent

@@ -6,7 +6,6 @@ once.
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +17,9 @@ from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.events import working
 from harness.runtime.ranks import runs
-from harness.tools.bisection.candidates import Candidate, between, releases
-from harness.tools.bisection.installation import Environment, Unavailable, provider_of, store_root
-from harness.tools.bisection.question import Options as BisectOptions
-from harness.tools.bisection.question import Pause, WrongQuestion
-from harness.tools.bisection.question import Question as BisectQuestion
-from harness.tools.environments import REPOSITORY, has_gpu
+from harness.tools.environments import REPOSITORY
 from harness.tools.full_size.model_and_options import Options, read_question
+from harness.tools.trial.environment import Environment, of_release, run_script
 from harness.weights.findings import Finding, grouped, shown
 
 SCRIPT = "launch/full_size.py"
@@ -69,7 +64,7 @@ def against(name: str, options: Options, words: Sequence[str]) -> int:
                 "--against compares one engine; leave out --nnodes, and give a MODEL that is no config of a run."
             )
     asked = [str(Path(name).absolute()) if Path(name).exists() else name, *_words_of(options)]
-    there = environment_of(options.against)
+    there = of_release(options.against)
     here = Environment(python=sys.executable)
     with working(f"asking sglang {options.against} and the installed one"):
         tables = [ask(there, asked), ask(here, asked)]
@@ -94,27 +89,6 @@ def _words_of(options: Options) -> list[str]:
     return words
 
 
-def environment_of(release: str) -> Environment:
-    """Return the environment of a release of SGLang, which is installed as a bisect does, and kept.
-
-    Raise ConfigError if there is no such release, UnsupportedEnvironment if it cannot be installed here.
-    """
-    no_gpu = not has_gpu()
-    folder = store_root() / f"against-{'cpu' if no_gpu else 'gpu'}"
-    question = BisectQuestion(options=BisectOptions(package="sglang"), command=(SCRIPT,), folder=str(REPOSITORY))
-    try:
-        if (folder / "resolutions" / f"{release}.txt").exists():  # it was resolved before: no index is needed
-            candidate = Candidate(name=release)
-        else:
-            [candidate] = between(releases("sglang"), release, release, "sglang")
-        with working(f"installing sglang {release}"):
-            return provider_of(question, folder, no_gpu).make(candidate)
-    except WrongQuestion as error:
-        raise ConfigError(str(error)) from error
-    except (Unavailable, Pause) as error:
-        raise UnsupportedEnvironment(f"sglang {release} cannot be installed: {error}") from error
-
-
 def ask(environment: Environment, words: Sequence[str]) -> dict[str, Any]:
     """Return the table that launch/full_size.py writes in an environment, and print its verdict.
 
@@ -122,9 +96,7 @@ def ask(environment: Environment, words: Sequence[str]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "found.json"
-        command = [environment.python, str(REPOSITORY / SCRIPT), *words, "--json", str(file)]
-        variables = environment.variables(cpu_mode=True, imports_harness=True)
-        ended = subprocess.run(command, env=variables, capture_output=True, text=True)
+        ended = run_script(environment, [str(REPOSITORY / SCRIPT), *words, "--json", str(file)], capture_output=True)
         if not file.exists():
             last = ended.stderr.strip().rpartition("\n")[2].removeprefix("error: ") or "no output"
             raise UnsupportedEnvironment(f"{environment.python} gave no answer (exit code {ended.returncode}): {last}")

@@ -2,7 +2,7 @@
 
 A case is a function in cases/ below the decorator @Case(...); its name with hyphens is the case's name. `python -m
 harness.tools.repro.cases NAME broken` fails in the known way, `... healthy` passes. A program that cannot run here
-raises UnsupportedEnvironment, which is printed after CANNOT with exit code 125.
+raises UnsupportedEnvironment, which is printed with exit code 125.
 """
 
 import difflib
@@ -21,9 +21,6 @@ Variant = Literal["broken", "healthy"]
 Program = Callable[[bool], None]
 GPUS: dict[ReproClass, int] = {"cpu": 0, "one_gpu": 1, "several_gpus": 2, "hosts": 0}
 """GPUs that each class takes; hosts are emulated in namespaces, without GPUs."""
-INSTALLING_SECONDS = 600.0
-"""The limit of a variant that may install a release of SGLang."""
-CANNOT = "cannot run here: "
 _registered: "dict[str, Case]" = {}
 
 
@@ -46,9 +43,9 @@ class Case:
     about imports or the start of a process, or where the program itself only starts other programs. Otherwise they may
     be forked from a process that has done the imports."""
     requires: tuple[str, ...] = ()  # packages, as requirement specifiers: "sglang>=0.5.21"
-    releases: tuple[str, ...] = ()
-    """Other releases of SGLang that the variants run in. Each is installed at its first use, which needs a package
-    index."""
+    release: str = ""
+    """The release of SGLang that the variants run in, if another one is installed. Its first use installs it, which
+    needs a package index."""
     signature: tuple[str, ...]
     """Regular expressions: the broken variant's output must match all of them, the control's none."""
     failure: str = ""
@@ -67,8 +64,6 @@ class Case:
     @property
     def timeout_seconds(self) -> float:
         """The limit of a variant."""
-        if self.releases:
-            return INSTALLING_SECONDS
         return 240.0 if not self.engine else 420.0 if self.needs == "cpu" else 150.0
 
     @property
@@ -119,8 +114,8 @@ def describe(case: Case) -> str:
     entry = case.entry
     lines = [f"{case.slug}: {case.title}"]
     lines += [f"needs: {', '.join((case.needs, *case.requires))}; at most {case.timeout_seconds:.0f} s a variant"]
-    if case.releases:
-        lines += [f"installs: sglang {' and '.join(case.releases)}, so it needs a package index the first time"]
+    if case.release:
+        lines += [f"installs: sglang {case.release}, so it needs a package index the first time"]
     lines += [case.difference(), *(f"signature: {each}" for each in case.signature)]
     lines += [f"catalogue: {entry.slug}"]
     lines += [f"cause: {' '.join(entry.cause.split())}", f"fix: {' '.join(entry.fix.split())}", *entry.links]
@@ -129,5 +124,6 @@ def describe(case: Case) -> str:
         lines += [f"seen: {seen.date}, {seen.device}, {versions}: {' '.join(seen.result.split())}"]
     program = case.program.__code__
     lines += [f"program: {case.program.__module__.replace('.', '/')}.py, line {program.co_firstlineno}"]
-    lines += [f"by hand: PYTHONPATH=. python -m {cases.__name__} {case.slug} broken"]
+    python = f"PYTHON-OF-SGLANG-{case.release}" if case.release else "python"
+    lines += [f"by hand: PYTHONPATH=. {python} -m {cases.__name__} {case.slug} broken"]
     return "\n".join(lines)

@@ -1,7 +1,6 @@
 """What launch/verify.py does: ask a server what its ranks hold, predict it, compare, and say why it differs."""
 
 import json
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,12 +63,11 @@ def run(options: Options, words: Sequence[str]) -> int:
 
 def _with_release(release: str, words: Sequence[str]) -> int:
     """Do the same with another release of SGLang, and return its exit code."""
-    from harness.tools.full_size.compare import environment_of
+    from harness.tools.trial.environment import of_release, run_script
 
     print(f"the server has sglang {release}; installing it, to predict with it", flush=True)
-    environment = environment_of(release)
-    command = [environment.python, str(REPOSITORY / SCRIPT), *(word for word in words if word != "--release")]
-    return subprocess.run(command, env=environment.variables(cpu_mode=True, imports_harness=True)).returncode
+    asked = [word for word in words if word != "--release"]
+    return run_script(of_release(release), [str(REPOSITORY / SCRIPT), *asked]).returncode
 
 
 def _check_predictable(server: Server) -> None:

@@ -1,7 +1,6 @@
 """The project's own Bisection over candidates whose runs are planned, so that nothing is installed or started."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,13 @@ import pytest
 from harness.tools.bisection import bisection
 from harness.tools.bisection.bisect_report import Answer
 from harness.tools.bisection.bisection import Bisection, Progress
-from harness.tools.bisection.candidates import Candidate
-from harness.tools.bisection.classify import LOG, Run
-from harness.tools.bisection.installation import Environment, Provider
 from harness.tools.bisection.question import Options, Question
-from harness.tools.bisection.state import Attempt, Failure, State
+from harness.tools.bisection.state import State
+from harness.tools.diagnose.tracebacks import exception_name
+from harness.tools.trial.environment import Environment
+from harness.tools.trial.failure import Failure
+from harness.tools.trial.indexes import Candidate
+from harness.tools.trial.trial import Outcome, Trial
 
 
 class Silent(Progress):
@@ -23,23 +24,21 @@ class Silent(Progress):
         """Nothing."""
 
 
-@dataclass
-class Anything(Provider):
+class Anything:
     """Environments that are only named."""
-
-    store: Path = Path("/nowhere")
 
     def make(self, candidate: Candidate) -> Environment:
         return Environment(python="python", freeze={"moving": candidate.name})
 
 
-def passed() -> Attempt:
-    return Attempt(code=0, timed_out=False, seconds=0.0, verdict="good", log="", reason="it passed")
+def passed() -> Outcome:
+    return Outcome(code=0, timed_out=False, seconds=0.0, verdict="good", log="", reason="it passed")
 
 
-def failed(text: str, place: str = "", code: int = 1, slug: str = "", source: str = "") -> Attempt:
-    failure = Failure(text=text, place=place, slug=slug, source=source)
-    return Attempt(code=code, timed_out=False, seconds=0.0, verdict="bad", log="", failure=failure, reason=text)
+def failed(text: str, place: str = "", code: int = 1, slug: str = "", source: str = "") -> Outcome:
+    kind = exception_name(text) or f"exit code {code}"
+    failure = Failure(kind=kind, text=text, place=place, slug=slug, source=source)
+    return Outcome(code=code, timed_out=False, seconds=0.0, verdict="bad", log="", failure=failure, reason=text)
 
 
 def new_state(count: int, **options: object) -> State:
@@ -50,19 +49,23 @@ def new_state(count: int, **options: object) -> State:
     return State(question=question, candidates=[Candidate(name=f"1.{minor}") for minor in range(count)])
 
 
-def answer(state: State, outcome: Callable[[int], Attempt], monkeypatch: pytest.MonkeyPatch) -> Answer:
+def answer(state: State, outcome: Callable[[int], Outcome], monkeypatch: pytest.MonkeyPatch) -> Answer:
     """Run a bisect in which candidate 1.N ends as outcome(N) says."""
 
-    def run_once(run: Run) -> Attempt:
-        return replace(outcome(int(run.candidate.partition(".")[2])), log=str(run.folder / LOG))
+    def run(trial: Trial) -> Outcome:
+        return outcome(int(candidate_of(trial).partition(".")[2]))
 
-    return bisection_of(state, run_once, monkeypatch).run()
+    return bisection_of(state, run, monkeypatch).run()
 
 
-def bisection_of(state: State, run_once: Callable[[Run], Attempt], monkeypatch: pytest.MonkeyPatch) -> Bisection:
+def candidate_of(trial: Trial) -> str:
+    return trial.variables["BISECT_CANDIDATE"]
+
+
+def bisection_of(state: State, run: Callable[[Trial], Outcome], monkeypatch: pytest.MonkeyPatch) -> Bisection:
     """A bisection that starts no process and writes nothing."""
-    monkeypatch.setattr(bisection, "run_once", run_once)
-    monkeypatch.setattr(bisection, "import_failure", lambda run: "")
-    monkeypatch.setattr(bisection, "imported_by", lambda run: "")
+    monkeypatch.setattr(bisection, "run_trial", lambda trial, _: run(trial))
+    monkeypatch.setattr(bisection, "import_failure", lambda *_: "")
+    monkeypatch.setattr(bisection, "imported_by", lambda *_: "")
     monkeypatch.setattr(State, "save", lambda state, folder: None)
     return Bisection(state, Path("/nowhere"), Anything(), Silent(), 0, True)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.config.mistakes import ConfigError
 from harness.tools.bisection.bisect_report import EXIT_CODES, Answer, sentences, write_report
-from harness.tools.bisection.question import WrongQuestion
-from harness.tools.bisection.state import Attempt, State
+from harness.tools.bisection.state import State
+from harness.tools.trial.trial import Outcome
 from tests.tools.bisection.planned import answer, failed, new_state, passed
 
 MISSING = "KeyError: weight {} of the layer is missing"
@@ -65,7 +66,7 @@ def test_a_port_that_is_in_use_for_a_moment_is_tried_again(monkeypatch: pytest.M
     outcomes = {index: [passed()] * 2 for index in range(3)} | {index: [failed("ValueError: off")] for index in (3, 4)}
     outcomes[2] = [in_use, passed()]
 
-    def outcome(index: int) -> Attempt:
+    def outcome(index: int) -> Outcome:
         return outcomes[index].pop(0)
 
     state = new_state(5)
@@ -84,7 +85,7 @@ def test_a_port_that_is_in_use_for_a_moment_is_tried_again(monkeypatch: pytest.M
 def test_ends_between_which_there_is_nothing_to_find(
     monkeypatch: pytest.MonkeyPatch, outcomes: str, sentence: str
 ) -> None:
-    with pytest.raises(WrongQuestion, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         bisected(outcomes, monkeypatch)
 
 

@@ -81,32 +81,7 @@ def test_a_good_end_on_a_merged_branch_and_the_cause_on_that_branch(tmp_path: Pa
     assert found_by_git(tmp_path, good) == "side 2"
     _, run = ask(tmp_path, good)
     assert run.returncode == 0 and "merge side; the last good one is" in run.stdout, run.stdout + run.stderr
-    assert "side 2" in (tmp_path / "found" / "report.md").read_text(), "the commits of the merge are listed"
-
-
-def test_main_that_was_bad_already_where_the_branch_began(tmp_path: Path) -> None:
-    """What the side branch fixed for itself is not what is asked."""
-    checkout = tmp_path / "checkout"
-    git(tmp_path, "init", "-q", "-b", "main", str(checkout))
-    commit(checkout, "begin", main=1, side=0)
-    git(checkout, "checkout", "-q", "-b", "side")
-    commit(checkout, "fixed", main=0)
-    git(checkout, "checkout", "-q", "main")
-    commit(checkout, "later")
-    _, run = ask(tmp_path, "side")
-    assert run.returncode == 2 and "begin is bad already" in run.stderr, run.stdout + run.stderr
-    assert "side is on a side branch; the bisect starts where that branch began, at " in run.stdout
-
-
-@pytest.mark.long
-def test_a_branch_of_a_branch(tmp_path: Path) -> None:
-    """The nearest common commit is on a branch that was merged, and not in the first-parent history."""
-    checkout = tmp_path / "checkout"
-    side = merged(checkout, main=1)
-    git(checkout, "checkout", "-q", "-b", "release", side)
-    commit(checkout, "release")
-    _, run = ask(tmp_path, "release")
-    assert run.returncode == 0 and "main 2; the last good one is" in run.stdout, run.stdout + run.stderr
+    assert " log --oneline " in (tmp_path / "found" / "report.md").read_text(), "which lists the merge's commits"
 
 
 def test_a_good_end_without_a_shared_commit(tmp_path: Path) -> None:

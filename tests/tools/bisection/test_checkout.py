@@ -1,11 +1,9 @@
 """Scripts of this checkout find harness in the environment of a candidate, which has none installed."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection.installation import Environment
 from tests.tools.bisection.bisecting import REPOSITORY, Bench, bare_python
 
 IMPORTS = Path(__file__).with_name("import_harness.py")
@@ -22,14 +20,6 @@ def test_a_script_of_this_checkout_imports_harness_in_a_bare_environment(
     assert run.returncode == 0 and "The first bad release is 1.1; the last good one is 1.0." in run.stdout, run.stdout
     assert "SystemExit" not in run.stdout and "1 in harness" in (tmp_path / "found/runs/1.1/1/log.txt").read_text()
     assert f"PYTHONPATH={sites}/1.1:{REPOSITORY} " in bench.report()
-
-
-def test_no_other_script_sees_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/mine")
-    environment = Environment(python="/opt/python", paths=("/site",))
-    assert environment.variables(cpu_mode=False)["PYTHONPATH"] == "/site:/mine"
-    paths = environment.variables(cpu_mode=False, imports_harness=True)["PYTHONPATH"].split(os.pathsep)
-    assert paths == ["/site", "/mine", str(REPOSITORY)]
 
 
 def test_a_package_that_is_not_sglang_is_tested_in_the_users_own_environment(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from harness.config.mistakes import ConfigError
 from harness.tools.bisection.bisect_report import sentences
 from harness.tools.bisection.confidence import confidence, runs_spent
-from harness.tools.bisection.question import WrongQuestion
 from tests.tools.bisection.planned import answer, failed, new_state, passed
 
 CANDIDATES = 22
@@ -35,7 +35,7 @@ def bisect(rate: float, repeat: int, seed: int, monkeypatch: pytest.MonkeyPatch,
             lambda index: failed("off") if index >= first_bad and chance.random() < rate else passed(),
             monkeypatch,
         )
-    except WrongQuestion as error:
+    except ConfigError as error:
         assert "if it fails rarely, give more than --repeat" in str(error)
         return None
     runs = sum(len(record.attempts) for record in state.records)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection.classify import Run, imported_by
-from harness.tools.bisection.installation import Environment
+from harness.tools.bisection.imported import imported_by
 from harness.tools.bisection.question import Options, Question
+from harness.tools.trial.environment import Environment
+from harness.tools.trial.trial import Trial
 from tests.tools.bisection.bisecting import Bench, bare_python
 from tests.tools.bisection.test_git import made
 
@@ -65,8 +66,13 @@ def test_the_folder_that_goes_first(tmp_path: Path, command: str, hidden: bool) 
         put(tmp_path / name, "raise SystemExit('not to be run')")
     question = Question(options=Options(package="moving"), command=tuple(command.split()), folder=str(tmp_path))
     environment = Environment(python=bare_python(), paths=(str(tmp_path / "site"),))
-    run = Run(question=question, environment=environment, folder=tmp_path / "run", no_gpu=False, lock=0)
-    assert imported_by(run) == f"moving is {tmp_path / ('moving.py' if hidden else 'site/moving.py')}"
+    trial = Trial(
+        command=(), variables=environment.variables(cpu_mode=False), cwd=tmp_path, folder=tmp_path, package="moving"
+    )
+    assert (
+        imported_by(trial, environment.python, question)
+        == f"moving is {tmp_path / ('moving.py' if hidden else 'site/moving.py')}"
+    )
 
 
 def test_a_python_that_ignores_the_path_of_the_candidate(bench: Bench) -> None:

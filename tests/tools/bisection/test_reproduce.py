@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.tools.trial.environment import uv_binary
 from tests.tools.bisection.bisecting import Bench, bare_python
 from tests.tools.bisection.test_git import git, made
 from tests.tools.bisection.wheels import make_wheel
@@ -26,7 +27,7 @@ def asked_of(source: str, folder: Path) -> list[str]:
         return ["--environments", "sites", *ends, "--python", bare_python()]
     for minor, code in enumerate((0, 7)):
         make_wheel(folder / "wheels", "moving", f"1.{minor}", f"code = {code}")
-    return ["--wheels", "wheels", *ends, *(["--only-package", "--python", bare_python()] if source == "only" else [])]
+    return ["--wheels", "wheels", *ends]
 
 
 def printed(report: str, heading: str) -> list[str]:
@@ -37,11 +38,12 @@ def printed(report: str, heading: str) -> list[str]:
 def pasted(lines: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the lines in a shell that stops at a failure; their places are in this test's own folder."""
     text = "\n".join(["set -e", *lines]).replace("/tmp/moving-", f"{folder}/place-")
-    environment = {**os.environ, "HOME": str(folder), "UV_CACHE_DIR": str(folder / "uv"), "PATH": "/usr/bin:/bin"}
+    uv = Path(uv_binary()).parent
+    environment = {**os.environ, "HOME": str(folder), "UV_CACHE_DIR": str(folder / "uv"), "PATH": f"{uv}:/usr/bin:/bin"}
     return subprocess.run(["bash"], input=text, cwd="/", env=environment, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("source", ["git", "environments", "only", "pinned"])
+@pytest.mark.parametrize("source", ["git", "environments", "wheels"])
 def test_both_sides_from_the_report(tmp_path: Path, source: str) -> None:
     """The command is a shell script that calls the python of PATH, in a folder with a space in its name."""
     if source == "git" and shutil.which("git") is None:

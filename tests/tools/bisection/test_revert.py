@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -67,17 +66,6 @@ def test_a_revert_that_passes_and_a_bad_end_that_fails_again_confirm_the_commit(
     assert again.returncode == 0 and "Confirmed: " in again.stdout and bench.ran() == ran
 
 
-@pytest.mark.long
-def test_the_commands_of_the_report_show_the_revert(tmp_path: Path) -> None:
-    commits = [{"__init__.py": "", "sync.py": WORKS}, {"sync.py": RAISES}, {"other.py": "x = 1\n"}]
-    bench, said, code = bisect(tmp_path / "files", commits)  # the cache's path has the name of the folder of a commit
-    assert code == 0, said
-    block = bench.report().partition("## The commit reverted")[2].split("```")[1]
-    commands = block.replace("/tmp/moving-", f"{tmp_path}/moving-")
-    ran = subprocess.run(["bash", "-ec", commands], capture_output=True, text=True, cwd=tmp_path)
-    assert ran.returncode == 0, commands + ran.stdout + ran.stderr
-
-
 def test_a_revert_that_conflicts_is_said_with_its_files(tmp_path: Path) -> None:
     later = RAISES.replace("):", "):  # later")
     commits = [{"__init__.py": "", "sync.py": WORKS}, {"sync.py": RAISES}, {"sync.py": later}, {}]
@@ -103,18 +91,6 @@ def test_a_bad_end_that_stays_bad_after_the_revert_has_another_cause(tmp_path: P
     )
     assert f"{still} commit broke it too" in said_of(said), said
     assert "The first bad commit is # commit 1;" in said_of(said)
-
-
-def test_a_commit_that_was_undone_while_another_broke_it_is_not_the_only_cause(tmp_path: Path) -> None:
-    package = {
-        "__init__.py": "",
-        "sync.py": "from moving.a import a\nfrom moving.b import b\ndef work():\n    a(), b()\n",
-    }
-    fine, broken = "def {0}():\n    pass\n", "def {0}():\n    raise ValueError('broken')\n"
-    commits: list[Files] = [package | {"a.py": fine.format("a"), "b.py": fine.format("b")}]
-    commits += [{"a.py": broken.format("a")}, {"a.py": fine.format("a"), "b.py": broken.format("b")}]
-    _, said, code = bisect(tmp_path, commits, "--match", "ValueError: broken")
-    assert code == 3 and "Not the only cause: " in said_of(said), said
 
 
 def test_a_bad_end_that_needs_the_commit_is_not_confirmed(tmp_path: Path) -> None:
@@ -144,22 +120,6 @@ def test_a_fix_reverted_on_top_of_the_good_end_fails_again(tmp_path: Path) -> No
         "Confirmed: with # reverted on top of the good end #, it fails; the good end # itself, run again right after"
     )
     assert f"{confirmed}, passes as before." in said_of(said), said
-
-
-@pytest.mark.long
-def test_a_fix_of_a_flaky_failure_is_reverted_as_often_as_the_good_neighbour_was_run(tmp_path: Path) -> None:
-    """Every bad commit fails at once, but the good end without the fix fails in its second run only."""
-    script = (
-        "import moving, pathlib\nname = os.environ['BISECT_CANDIDATE']\n"
-        "count = pathlib.Path(__file__).with_name('count-' + name)\n"
-        "with count.open('a') as file: file.write('x')\n"
-        "if moving.breaks and len(count.read_text()) > ('-without-' in name): raise ValueError('broken')"
-    )
-    commits = [{"__init__.py": "breaks = True\n"}, {}, {"__init__.py": "breaks = False\n"}, {"other.py": ""}]
-    bench, said, code = bisect(tmp_path, commits, "--find-fix", "--repeat", "3", "--confirm", "12", script=script)
-    assert code in (0, 1) and "Confirmed: with # reverted on top of the good end #, it fails" in said_of(said), said
-    reverted = bench.state()["confirmation"]["reverted"]
-    assert [each["verdict"] for each in reverted["attempts"]] == ["good", "bad"]
 
 
 @pytest.mark.long

@@ -5,15 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.runtime import events
 from harness.runtime.events import current_work
-from harness.tools.bisection.bisection import Progress
-from harness.tools.bisection.candidates import Candidate
-from harness.tools.bisection.classify import Run, import_failure
-from harness.tools.bisection.installation import Environment
-from harness.tools.bisection.state import Attempt
-from tests.tools.bisection.bisecting import Bench, bare_python
-from tests.tools.bisection.planned import Anything, bisection_of, failed, new_state, passed
+from harness.tools.trial.environment import Environment
+from harness.tools.trial.indexes import Candidate
+from harness.tools.trial.trial import Outcome, Trial
+from tests.tools.bisection.bisecting import Bench
+from tests.tools.bisection.planned import Anything, bisection_of, candidate_of, failed, new_state, passed
 
 LOUD = "import moving\nfor i in range(400): print('line', i)\nmoving.work()\n"
 LATER = "import atexit\natexit.register(lambda: print('later\\n' * 300))\n"
@@ -48,39 +45,16 @@ def test_what_is_being_done_is_known_and_a_run_is_told_once_a_minute(monkeypatch
         note()
         return Environment(python="python", freeze={"moving": candidate.name})
 
-    def run_once(run: Run) -> Attempt:
+    def run(trial: Trial) -> Outcome:
         note()
-        return replace(passed() if run.candidate == "1.0" else failed("off"), log=str(run.folder / "log.txt"))
+        return passed() if candidate_of(trial) == "1.0" else failed("off")
 
     monkeypatch.setattr(Anything, "make", make)
-    bisection_of(new_state(2), run_once, monkeypatch).run()
+    bisection_of(new_state(2), run, monkeypatch).run()
     runs = [
         (f"{name}: {doing}", every) for name in ("1.0", "1.1") for doing, every in (("installing", 0), ("run 1", 60))
     ]
     assert works[:4] == runs
-
-
-def test_the_import_of_what_failed_is_told_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "EVERY_SECONDS", 0.1)
-    bench, told = Bench(tmp_path), tmp_path / "told"
-    sites = bench.sites(["", f"import os, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.02)"])
-
-    class Screen(Progress):
-        def say(self, text: str) -> None:
-            if "1.1: importing moving" in text:
-                told.touch()
-
-    with (tmp_path / "lock").open("w") as lock, events.working("bisecting", Screen()):
-        run = Run(
-            question=new_state(2).question,
-            environment=Environment(python=bare_python(), paths=(str(sites / "1.1"),)),
-            folder=tmp_path,
-            candidate="1.1",
-            no_gpu=True,
-            lock=lock.fileno(),
-        )
-        assert import_failure(run) == ""
-    assert told.exists()
 
 
 @pytest.mark.parametrize(
@@ -92,12 +66,11 @@ def test_a_limit_follows_from_the_good_end(
 ) -> None:
     limits = []
 
-    def run_once(run: Run) -> Attempt:
-        limits.append(run.limit)
-        made = passed() if run.candidate == "1.0" else failed("off")
-        return replace(made, log=str(run.folder / "log.txt"), seconds=seconds)
+    def run(trial: Trial) -> Outcome:
+        limits.append(trial.limit)
+        return replace(passed() if candidate_of(trial) == "1.0" else failed("off"), seconds=seconds)
 
-    bisection_of(new_state(2, timeout=timeout), run_once, monkeypatch).run()
+    bisection_of(new_state(2, timeout=timeout), run, monkeypatch).run()
     assert limits == [0.0 if timeout == "auto" else limit, limit]
 
 

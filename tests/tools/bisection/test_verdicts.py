@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
-from harness.tools.bisection.candidates import is_build_of
 from tests.tools.bisection.bisecting import Bench, bare_python
 
 GOOD, BROKEN = "", "raise_here = True"
@@ -27,7 +25,7 @@ def test_the_first_bad_release_of_sixteen_in_six_runs(bench: Bench) -> None:
     assert "The first bad release is 1.11; the last good one is 1.10." in run.stdout
     assert len(bench.ran()) == len(set(bench.ran())) <= 6
     report = bench.report()
-    assert "| moving | 1.10 | 1.11 | likely suspect |" in report and "ValueError: the sync broke" in report
+    assert "| moving | 1.10 | 1.11 |" in report and "ValueError: the sync broke" in report
     again = bench.bisect("--resume", "found")
     assert again.returncode == 0 and "The first bad release is 1.11" in again.stdout and len(bench.ran()) <= 6
 
@@ -52,12 +50,6 @@ def test_a_local_build_is_its_release_and_an_unknown_version_is_none(bench: Benc
     )
     assert run.returncode == 1 and "is one of 2: 1.1, 1.2." in run.stdout, run.stdout + run.stderr
     assert "SKIP  1.1: cannot be installed: its environment has moving unknown" in run.stdout
-
-
-@pytest.mark.parametrize(("found", "is_one"), [("2.9.0", False), ("2.9.0+cu128", False), ("2.9.0+cpu", True)])
-def test_a_candidate_with_a_local_part_is_that_build_alone(found: str, is_one: bool) -> None:
-    assert is_build_of(Version(found), Version("2.9.0+cpu")) is is_one
-    assert is_build_of(Version(found), Version("2.9"))
 
 
 @pytest.mark.long
@@ -130,13 +122,3 @@ def test_a_failed_import_can_be_looked_for(bench: Bench) -> None:
     words = ["--environments", "sites", "--package", "moving", "--good", "1.0", "--bad", "1.4", "--match", "ValueError"]
     run = bench.bisect("--python", bare_python(), *words, "--dir", "again", "--", "script.py")
     assert run.returncode == 0 and "The first bad release is 1.3;" in run.stdout, run.stdout + run.stderr
-
-
-@pytest.mark.long
-def test_a_release_that_needs_a_gpu_is_skipped_and_not_bad(bench: Bench) -> None:
-    no_driver = "def work(): raise RuntimeError('Found no NVIDIA driver on your system.')"
-    codes = ["def work(): pass"] * 3 + [no_driver] * 2 + ["def work(): raise ValueError('b')"] * 3
-    bench.environment["PATH"] = "/usr/bin:/bin"  # without nvidia-smi, where that is elsewhere
-    run = bench.over_sites(codes, FAIL)
-    assert run.returncode == 1 and "one of 3: 1.3, 1.4, 1.5" in run.stdout, run.stdout + run.stderr
-    assert "cannot run here: RuntimeError: Found no NVIDIA driver" in bench.report()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection.question import WrongQuestion
+from harness.config.mistakes import ConfigError
 from harness.tools.export.evidence import bisect_answer, check_env, finished_bisect_of
 from harness.tools.export.subject import read_subject
 from tests.tools.bisection.bisecting import Bench
@@ -50,7 +50,7 @@ def test_a_run_of_a_finished_bisect_finds_it(tmp_path: Path) -> None:
     run.mkdir(parents=True)
     (tmp_path / "bisect" / "state.json").write_text(json.dumps({}))
     assert finished_bisect_of(run) is None, "it has no answer yet"
-    with pytest.raises(WrongQuestion):
+    with pytest.raises(ConfigError):
         bisect_answer(tmp_path / "bisect")
     (tmp_path / "bisect" / "report.md").touch()
     assert finished_bisect_of(run) == tmp_path / "bisect"

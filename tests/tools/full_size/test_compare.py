@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.bisection.installation import Environment
 from harness.tools.full_size.compare import Comparison, ask, compare, lines_of
+from harness.tools.trial.environment import Environment
 from harness.weights.findings import Finding, grouped
 from tests.tools.full_size.test_full_size import full_size, with_layers
 from tests.tools.full_size.test_releases import INSTALLED, NONE

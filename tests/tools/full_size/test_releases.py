@@ -9,8 +9,8 @@ import pytest
 from packaging.version import Version
 
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.bisection.installation import Environment, store_root
 from harness.tools.engine_class.meta_groups import call_with
+from harness.tools.trial.environment import Environment, store_root
 from tests.tools.full_size.test_full_size import MODELS, REPOSITORY, full_size, with_layers
 
 INSTALLED = {

@@ -16,12 +16,14 @@ from typing import get_args
 import pytest
 from packaging.requirements import Requirement
 
+from harness.runtime.errors import CANNOT
 from harness.runtime.fork_server import ForkServer
 from harness.tools.hosts import kernel
-from harness.tools.repro.case import CANNOT, Case, Variant, all_cases
+from harness.tools.repro.case import Case, Variant, all_cases
 from harness.tools.repro.cases.engine_start_and_end import NOBODY
 from harness.tools.repro.cases.payloads import SHARED_TENSORS
-from harness.tools.repro.run_cases import VariantOutcome, judge, run_case, sharing_imports, variant_environment
+from harness.tools.repro.run_cases import judge, run_case, sharing_imports, variant_environment
+from harness.tools.trial.trial import Outcome, judge_words
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 QUICK = ("cpu-payload-authkey", "missing-main-guard")
@@ -45,7 +47,7 @@ NO_GPU = [
     slug
     for slug, case in all_cases().items()
     if case.needs in ("cpu", "hosts")
-    and not case.releases
+    and not case.release
     and slug not in (*QUICK, *HERE, *ALONE)
     and (slug in ENGINES or not case.engine)
 ]
@@ -91,7 +93,7 @@ def may_be_impossible_here(case: Case) -> bool:
     """Whether there is a reason, found here and not by the case, for which it may say that it cannot run."""
     needs = NEEDED_OF_THIS_HOST.get(case.slug)
     return (
-        bool(case.releases)  # installed at the first use, from an index that this host may not reach
+        bool(case.release)  # installed at the first use, from an index that this host may not reach
         or (case.needs == "hosts" and bool(kernel.refusal()))
         or not all(map(is_installed, map(Requirement, (*case.requires, *(["sglang"] if case.engine else [])))))
         or (needs is not None and not needs())
@@ -142,7 +144,7 @@ def test_quick(slug: str) -> None:
 @pytest.mark.parametrize("slug", HERE)
 def test_here(slug: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    outcomes: dict[Variant, VariantOutcome] = {}
+    outcomes = []
     for variant in get_args(Variant):
         try:
             all_cases()[slug].program(variant == "broken")
@@ -151,8 +153,10 @@ def test_here(slug: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
             traceback.print_exc()
             code = 1
         printed = capfd.readouterr()
-        outcomes[variant] = VariantOutcome(exit_code=code, output=printed.out + printed.err, seconds=1.0)
-    kind, sentence = judge(all_cases()[slug], outcomes["broken"], outcomes["healthy"])
+        words = all_cases()[slug].signature
+        verdict, reason = judge_words(words, printed.out + printed.err, code, f"exit code {code}")
+        outcomes.append(Outcome(code=code, timed_out=False, seconds=1.0, verdict=verdict, log="", reason=reason))
+    kind, sentence = judge(*outcomes)
     assert kind == ("not reproduced" if slug in NOT_HERE else "reproduced"), outcomes
     assert NOT_HERE.get(slug, "") in sentence
 

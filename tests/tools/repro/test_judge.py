@@ -3,15 +3,19 @@
 import pytest
 
 from harness.tools.repro.case import Case
-from harness.tools.repro.run_cases import EXIT_CODES, VariantOutcome, decisive_lines, judge
+from harness.tools.repro.run_cases import EXIT_CODES, decisive_lines, judge
+from harness.tools.trial.trial import Outcome, judge_words
 
 WORDS = Case(broken="b", healthy="h", signature=(r"it (broke|burst)", r"code \d+"))
 GOOD = "all is well"
 BROKE = "it broke\ncode 7"
 
 
-def outcome(output: str, code: int | None = 0) -> VariantOutcome:
-    return VariantOutcome(exit_code=code, output=output, seconds=1.0)
+def outcome(output: str, code: int | None = 0) -> Outcome:
+    """code: None for a program that did not end."""
+    made = Outcome(code=-9 if code is None else code, timed_out=code is None, seconds=1.0, verdict="skip", log="")
+    made.verdict, made.reason = judge_words(WORDS.signature, output, made.code, made.ending)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -29,8 +33,8 @@ def outcome(output: str, code: int | None = 0) -> VariantOutcome:
         (outcome("it broke", 0), outcome(GOOD), "proves nothing", 125, 'another way: it shows "it broke"'),
     ],
 )
-def test_verdict(broken: VariantOutcome, healthy: VariantOutcome, kind: str, exit_code: int, words: str) -> None:
-    found, sentence = judge(WORDS, broken, healthy)
+def test_verdict(broken: Outcome, healthy: Outcome, kind: str, exit_code: int, words: str) -> None:
+    found, sentence = judge(broken, healthy)
     assert (found, EXIT_CODES[found]) == (kind, exit_code)
     assert words in sentence
 

@@ -5,58 +5,54 @@ They are a few lines of shell.
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from harness.runtime.events import current_work
-from harness.tools.bisection.candidates import Candidate
-from harness.tools.bisection.installation import Environment, Unavailable
-from harness.tools.bisection.question import WrongQuestion
-from harness.tools.full_size import compare
+from harness.config.mistakes import ConfigError
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.repro import run_cases
 from harness.tools.repro.case import Case, all_cases
-from harness.tools.repro.run_cases import VariantOutcome
+from harness.tools.trial import trial
+from harness.tools.trial.environment import Environment
+from harness.tools.trial.trial import Outcome
 
 CASE = Case(broken="b", healthy="h", signature=("it broke",), slug="stand-in")
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, broken: str, healthy: str = "true") -> None:
     shell = {"broken": broken, "healthy": healthy}
-    monkeypatch.setattr(run_cases, "program_command", lambda case, variant: ["bash", "-c", shell[variant]])
+    monkeypatch.setattr(run_cases, "program_command", lambda case, variant, _: ["bash", "-c", shell[variant]])
     monkeypatch.setattr(run_cases, "check_requirements", lambda case, gpus: None)
 
 
-def ran(monkeypatch: pytest.MonkeyPatch, shell: str, seconds: float = 30.0) -> VariantOutcome:
+def ran(monkeypatch: pytest.MonkeyPatch, shell: str, seconds: float = 30.0) -> tuple[Outcome, str]:
     stand_in(monkeypatch, shell)
     return run_cases.run_variant(CASE, "broken", [], seconds)
 
 
 def test_exit_code_and_output_of_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = ran(monkeypatch, "echo one; echo two >&2; exit 7")
-    assert (outcome.exit_code, outcome.output) == (7, "one\ntwo\n")
+    outcome, output = ran(monkeypatch, "echo one; echo two >&2; exit 7")
+    assert (outcome.code, output) == (7, "one\ntwo\n")
 
 
 def test_a_variant_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = ran(monkeypatch, "echo up; sleep 1000", seconds=5)
-    assert (outcome.exit_code, outcome.output) == (None, "up\n") and outcome.seconds < 60
+    outcome, output = ran(monkeypatch, "echo up; sleep 1000", seconds=5)
+    assert (outcome.timed_out, output) == (True, "up\n") and outcome.seconds < 60
 
 
 def test_a_variant_that_has_shown_its_signature_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_cases, "LINGER_SECONDS", 0.1)
-    outcome = ran(monkeypatch, "echo it broke; sleep 1000", seconds=300.0)
-    assert outcome.exit_code is None and outcome.seconds < 100
+    monkeypatch.setattr(trial, "LINGER_SECONDS", 0.1)
+    outcome, _ = ran(monkeypatch, "echo it broke; sleep 1000", seconds=300.0)
+    assert outcome.timed_out and outcome.seconds < 100
 
 
 def test_what_it_left_running_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = ran(monkeypatch, "setsid sleep 977 & echo left $!")
-    assert not psutil.pid_exists(int(outcome.output.split()[1]))
+    _, output = ran(monkeypatch, "setsid sleep 977 & echo left $!")
+    assert not psutil.pid_exists(int(output.split()[1]))
 
 
 def test_a_launchers_variables_do_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,38 +145,31 @@ def test_variants_share_imports_where_that_changes_nothing(monkeypatch: pytest.M
         assert ways[-3:] == ["run_forked_tree", "run_tree", "run_tree"]
 
 
-def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Callable[[Candidate], Environment]) -> Case:
-    """Let make() install SGLang 0.5.16, which needs no index; return a case that wants it."""
-    resolved = tmp_path / "harness-bisect" / "against-cpu" / "resolutions"
-    resolved.mkdir(parents=True)
-    (resolved / "0.5.16.txt").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compare, "has_gpu", lambda: False)
-    monkeypatch.setattr(compare, "provider_of", lambda *_: SimpleNamespace(make=make))
-    return replace(CASE, releases=("0.5.16",))
-
-
-def test_a_release_is_installed_before_the_variants_and_that_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_release_is_installed_before_the_variants_and_they_run_in_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = []
+    seen: list[object] = []
 
-    def make(candidate: Candidate) -> Environment:
-        work = current_work()
-        assert work
-        shown.append((work.what, "broken: " in capsys.readouterr().out))
-        return Environment(python="python")
+    def of_release(release: str) -> Environment:
+        seen.append((release, "broken: " in capsys.readouterr().out))
+        return Environment(python="python-of-a-release")
 
-    case = install(monkeypatch, tmp_path, make)
-    stand_in(monkeypatch, "echo it broke; exit 3")
-    assert run_cases.run_case(case, []) == "reproduced"
-    assert shown == [("installing sglang 0.5.16", False)]
+    def command(case: Case, variant: str, environment: Environment | None) -> list[str]:
+        seen.append(environment and environment.python)
+        return ["bash", "-c", "test $SGLANG_USE_CPU_ENGINE = 1 && echo it broke" if variant == "broken" else "true"]
+
+    stand_in(monkeypatch, "")
+    monkeypatch.setattr(run_cases, "program_command", command)
+    monkeypatch.setattr(run_cases, "of_release", of_release)
+    assert run_cases.run_case(replace(CASE, release="0.5.16"), []) == "reproduced"
+    assert seen == [("0.5.16", False), "python-of-a-release", "python-of-a-release"]
 
 
-@pytest.mark.parametrize("problem", [Unavailable("no index."), WrongQuestion("no such release.")])
+@pytest.mark.parametrize("problem", [UnsupportedEnvironment("no index."), ConfigError("no such release.")])
 def test_a_release_that_cannot_be_installed_is_no_verdict(
-    problem: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    problem: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = install(monkeypatch, tmp_path, Mock(side_effect=problem))
+    monkeypatch.setattr(run_cases, "of_release", Mock(side_effect=problem))
     stand_in(monkeypatch, "echo it broke; exit 3")
-    assert run_cases.run_case(case, []) == "cannot run here" and str(problem) in capsys.readouterr().out
+    assert run_cases.run_case(replace(CASE, release="0.5.16"), []) == "cannot run here"
+    assert str(problem) in capsys.readouterr().out

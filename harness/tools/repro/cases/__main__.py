@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
-from harness.tools.repro.case import CANNOT, all_cases
+from harness.runtime.errors import CANNOT, CANNOT_RUN_HERE, UnsupportedEnvironment
+from harness.tools.repro.case import all_cases
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}")

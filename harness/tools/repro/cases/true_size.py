@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.tools.repro.case import Case
-from harness.tools.repro.releases import use_release
 from harness.tools.repro.true_size_engine import (
     BLOCK_FLOAT8,
     GROUPS_OF_INT4,
@@ -194,12 +193,11 @@ def mimo_fused_qkv_tp16(broken: bool) -> None:
     signature=(r"experts\.0\.w[123]\.weight: .*(start out of range|start \(\d+\) \+ length \(\d+\) exceeds)",),
     failure="marlin-padded-shards",
     new_python=True,
-    releases=("0.5.16",),
+    release="0.5.16",
 )
 def dsv4_marlin_tp16(broken: bool) -> None:
     """DeepSeek-V4-Pro on 16 GPUs: the shards of 192 rows are padded to 256, and the loader reads the checkpoint by
     256."""
-    use_release("0.5.16")
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = "1"  # its 192 rows of a rank would be no whole blocks of float8
     from unittest.mock import patch
 

@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import Any
 
 from harness.tools.repro.case import Case
-from harness.tools.repro.releases import use_release
 from harness.tools.repro.tiny_engine import OTHER_WEIGHTS, SAME_BELOW, checkpoint_tensors, tiny_engine
 
 GLM = {
@@ -239,11 +238,10 @@ def weights_did_not_arrive(broken: bool) -> None:
     signature=(r"the routers compute with other weights: ",),
     engine=True,
     new_python=True,
-    releases=("0.5.18",),
+    release="0.5.18",
 )
 def stale_copy_of_weights(broken: bool) -> None:
     """GLM-4.6's routers keep a copy of their weights in float32 from the first answer on, which no update reaches."""
-    use_release("0.5.18")
     with tiny_engine("qwen3_moe", dtype="bfloat16", prepare=make_glm) as engine:
         if broken:
             engine.generate()

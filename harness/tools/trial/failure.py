@@ -7,19 +7,15 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.tools.bisection.installation import module_of
-from harness.tools.bisection.state import Attempt, Failure
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.log_lines import lines_of, log_files
-from harness.tools.diagnose.tracebacks import Frame, Traceback, tracebacks_in
+from harness.tools.diagnose.tracebacks import Frame, exception_name, tracebacks_in
+from harness.tools.trial.environment import module_of
 
 _LONGEST = 240
 _NEAR_LINES = 5
 """A line so close to a traceback belongs to it, as does the name that torchrun or a logger gives to its exception."""
 _INSTALLED = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/(.+)")
-_EXCEPTION = re.compile(
-    r"(?:[\w.]*\.)?(\w+(?:Error|Exception|Interrupt|Warning|Exit|Failure|Refused|Failed|Died))\b(?:\s*[:(]|$)"
-)
 _VARIABLE = re.compile(
     r"(?:[A-Za-z]:)?(?:[\w.~-]*/)+[\w.~+-]*"  # a path
     r"|0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b"
@@ -34,15 +30,42 @@ _SPECIFIC_WORDS = 3
 """A message of so many words is unlikely to come from two functions of the same name by chance."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a run failed, by the first failure that its log shows."""
+
+    kind: str = ""
+    """The class of the exception, or how the run ended if there was none: "hang", or an exit code."""
+    text: str = ""
+    """The line that names the exception, else one that looks like a failure, else the last line."""
+    slug: str = ""
+    """Its name in the catalogue of launch/diagnose.py, if it is known there."""
+    place: str = ""
+    """FILE:FUNCTION of the deepest frame in the moved package, else of the deepest one; "" without a traceback."""
+    source: str = ""
+    """The line of code there."""
+    line: int = 0
+    """Number of the line in the run's log; 0 if it is in another file."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of its message; what varies from run to run is #."""
+        message = self.text.partition(self.kind)[2] if exception_name(self.text) else self.text
+        if self.kind not in _NAMED:
+            message = _VARIABLE.sub("#", message)
+        return tuple(word.rstrip(".") for word in _WORD.findall(re.sub(r"['\"`]", " ", message)))
+
+
 def shorten(text: str) -> str:
     """Return the text on one line of a report."""
     return " ".join(text.split())[:_LONGEST]
 
 
-def find_failure(log: Path, run: Path, code: int, package: str) -> Failure:
+def find_failure(log: Path, run: Path, code: int, package: str, own: tuple[str, ...] = ()) -> Failure:
     """Return the failure that launch/diagnose.py names or suspects. If there is none, return the log's last line.
 
-    A signal that ended the run explains more than its last line, so the text is then "".
+    A signal that ended the run explains more than its last line, so the text is then "". own: folders that are left out
+    of the text.
     """
     try:
         files = log_files([str(log), str(run)])
@@ -52,11 +75,17 @@ def find_failure(log: Path, run: Path, code: int, package: str) -> Failure:
     line = found.finding.line if found.finding else found.suspicious
     if line is None:
         last = deque((each.text.strip() for each in lines_of(str(log)) if each.text.strip()), maxlen=1)
-        return Failure(text=f'its last line is "{shorten(last[0])}"' if last and code > 0 else "")
-    trace = traceback_at(Path(line.file), line.number)
+        text = f'its last line is "{shorten(last[0])}"' if last and code > 0 else ""
+        return Failure(kind=f"exit code {code}", text=text)
+    near = sorted(tracebacks_in(lines_of(line.file)), key=lambda each: each.begins)
+    reach = range(line.number - _NEAR_LINES, line.number + _NEAR_LINES + 1)
+    trace = next((t for t in near if t.begins <= reach[-1] and (not t.ends or reach[0] <= t.ends)), None)
     text = trace.exception if trace and trace.begins <= line.number < trace.ends and trace.exception else line.text
-    frame = _own_frame(trace, package)
+    frame = _own_frame(trace.frames[::-1] if trace else [], module_of(package))
+    for folder in own:
+        text = text.replace(f"{folder}/", "")
     return Failure(
+        kind=exception_name(text) or f"exit code {code}",
         text=shorten(text),
         slug=found.finding.entry.slug if found.finding else "",
         place=f"{relative_file(frame.file, package)}:{frame.function}" if frame else "",
@@ -65,23 +94,10 @@ def find_failure(log: Path, run: Path, code: int, package: str) -> Failure:
     )
 
 
-def traceback_at(file: Path, number: int) -> Traceback | None:
-    """Return the traceback around a line of a log, or a few lines from it."""
-    for trace in sorted(tracebacks_in(lines_of(str(file))), key=lambda each: each.begins):
-        if trace.begins - _NEAR_LINES <= number and (not trace.ends or number <= trace.ends + _NEAR_LINES):
-            return trace
-    return None
-
-
-def frames_of(trace: Traceback | None, package: str) -> list[Frame]:
-    """Return the frames in the package's own code, the deepest first."""
-    module = module_of(package)
-    frames = trace.frames[::-1] if trace else []
-    return [each for each in frames if f"/{module}/" in each.file or each.file.endswith(f"/{module}.py")]
-
-
-def _own_frame(trace: Traceback | None, package: str) -> Frame | None:
-    return next(iter(frames_of(trace, package) or (trace.frames[::-1] if trace else [])), None)
+def _own_frame(frames: list[Frame], module: str) -> Frame | None:
+    """Return the deepest frame in the package's own code, else the deepest one. frames: the deepest first."""
+    own = (each for each in frames if f"/{module}/" in each.file or each.file.endswith(f"/{module}.py"))
+    return next(own, next(iter(frames), None))
 
 
 def relative_file(file: str, package: str) -> str:
@@ -96,34 +112,7 @@ def relative_file(file: str, package: str) -> str:
 # Whether two failures are one.
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """What two failures are compared by."""
-
-    kind: str
-    """The class of the exception, or how the run ended if there was none: "hang", or an exit code."""
-    words: tuple[str, ...] = ()
-    """Of the message; what varies from run to run is #."""
-    place: str = ""
-    source: str = ""
-    slug: str = ""
-
-
-def cause_of(made: Attempt) -> Cause:
-    """Return what a failed run is compared by."""
-    if made.timed_out:
-        return Cause("hang")
-    failure = made.failure
-    match = _EXCEPTION.search(failure.text)
-    kind = match[1] if match else f"exit code {made.code}"
-    message = failure.text[match.end() :] if match else failure.text
-    if kind not in _NAMED:
-        message = _VARIABLE.sub("#", message)
-    words = tuple(word.rstrip(".") for word in _WORD.findall(re.sub(r"['\"`]", " ", message)))
-    return Cause(kind, words, failure.place, failure.source, failure.slug)
-
-
-def same_cause(one: Cause, other: Cause) -> bool:
+def same_cause(one: Failure, other: Failure) -> bool:
     """Return whether both have the same message, numbers and paths aside, from the same place.
 
     If a place is not known, the message decides. If there is no message, as for a bare assert, the line of code
@@ -139,10 +128,10 @@ def same_cause(one: Cause, other: Cause) -> bool:
     return same_message and _same_place(one, other, specific)
 
 
-def _same_place(one: Cause, other: Cause, specific: bool) -> bool:
+def _same_place(one: Failure, other: Failure, specific: bool) -> bool:
     if not one.place or not other.place or one.place == other.place:
         return True
-    function, there = (cause.place.rpartition(":")[2] for cause in (one, other))
+    function, there = (each.place.rpartition(":")[2] for each in (one, other))
     return function == there and specific and function not in _COMMON_FUNCTIONS  # it moved to another file
 
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.tools.bisection.failure_causes import cause_of, pattern_for, same_cause
-from harness.tools.bisection.state import Failure
+from harness.tools.trial.failure import Failure, pattern_for, same_cause
 from tests.tools.bisection.planned import failed
 
 WORK, OTHER = "moving/core.py:work", "moving/core.py:other"
@@ -41,14 +40,14 @@ OTHERWISE = [
 
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_one_cause(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    assert same_cause(cause_of(failed(*one)), cause_of(failed(*other)))
-    assert same_cause(cause_of(failed(*other)), cause_of(failed(*one)))
+    assert same_cause(failed(*one).failure, failed(*other).failure)
+    assert same_cause(failed(*other).failure, failed(*one).failure)
 
 
 @pytest.mark.parametrize(("one", "other"), OTHERWISE)
 def test_two_causes(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    assert not same_cause(cause_of(failed(*one)), cause_of(failed(*other)))
-    assert not same_cause(cause_of(failed(*other)), cause_of(failed(*one)))
+    assert not same_cause(failed(*one).failure, failed(*other).failure)
+    assert not same_cause(failed(*other).failure, failed(*one).failure)
 
 
 def test_what_to_match_finds_the_one_and_not_the_other() -> None:

@@ -1,14 +1,12 @@
 """One real run of a command each, and what it counts as."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection.classify import Run, run_once
-from harness.tools.bisection.installation import Environment
-from harness.tools.bisection.question import Options, Pause, Question
-from harness.tools.bisection.state import Attempt
+from harness.tools.trial.trial import Outcome, Signature, Trial, first_code, run_trial
 
 RAISES = "raise ValueError('log-prob is off by 3')"
 NO_SESSION = "raise RuntimeError('update_weights_from_tensor requires an open begin_weight_update session')"
@@ -21,24 +19,20 @@ REPORT = (
 PRINTED = 'it ended with exit code 1; its last line is "end of log"'
 
 
-def classified(folder: Path, code: str, limit: float = 0.0, **options: object) -> Attempt:
-    return classified_run(folder, ("python", "-c", code), limit, **options)
-
-
-def classified_run(folder: Path, command: tuple[str, ...], limit: float = 0.0, **options: object) -> Attempt:
-    asked = Options(package="moving", **options)  # type: ignore[arg-type]
-    question = Question(options=asked, command=command, folder=str(folder))
-    with (folder / "lock").open("w") as lock:
-        run = Run(
-            question=question,
-            environment=Environment(python=sys.executable),
-            folder=folder / "run",
-            candidate="1.0",
-            no_gpu=True,
-            lock=lock.fileno(),
-            limit=limit,
-        )
-        return run_once(run)
+def tried(folder: Path, *command: str, limit: float = 0.0, is_torchrun: bool = False, **looked_for: object) -> Outcome:
+    variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    asked = Signature(**looked_for)  # type: ignore[arg-type]
+    trial = Trial(
+        command=command,
+        variables=variables,
+        cwd=folder,
+        folder=folder / "run",
+        signature=asked,
+        limit=limit,
+        is_torchrun=is_torchrun,
+        no_gpu=True,
+    )
+    return run_trial(trial)
 
 
 @pytest.mark.parametrize(
@@ -61,25 +55,27 @@ def classified_run(folder: Path, command: tuple[str, ...], limit: float = 0.0, *
     ],
 )  # fmt: skip
 def test_a_run_counts_as(tmp_path: Path, code: str, options: dict[str, object], verdict: str, reason: str) -> None:
-    made = classified(tmp_path, code, **options)  # type: ignore[arg-type]
+    made = tried(tmp_path, "python", "-c", code, **options)  # type: ignore[arg-type]
     assert (made.verdict, made.reason) == (verdict, reason)
 
 
 def test_a_known_failure_is_matched_by_its_slug(tmp_path: Path) -> None:
-    made = classified(tmp_path, NO_SESSION, match="update-outside-session")
+    made = tried(tmp_path, "python", "-c", NO_SESSION, match="update-outside-session")
     assert (made.verdict, made.failure.slug) == ("bad", "update-outside-session")
     assert "requires an open begin_weight_update session" in made.reason
 
 
-@pytest.mark.parametrize("torchrun", ["torchrun", "python -m torch.distributed.run"])
-def test_the_exit_code_of_a_rank_counts(tmp_path: Path, torchrun: str) -> None:
+def test_the_exit_code_of_a_rank_counts(tmp_path: Path) -> None:
     """torchrun itself ends with 1. What a rank has printed before is not torchrun's report."""
     (tmp_path / "rank.py").write_text(f"print({REPORT.format(3)!r}); raise SystemExit(125)")
     meet = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=1")
-    made = classified_run(tmp_path, (*torchrun.split(), *meet, str(tmp_path / "rank.py")))
+    torchrun = ("python", "-m", "torch.distributed.run")
+    made = tried(tmp_path, *torchrun, *meet, str(tmp_path / "rank.py"), is_torchrun=True)
     assert (made.code, made.verdict) == (125, "skip")
 
 
-def test_exit_codes_of_128_and_more_stop(tmp_path: Path) -> None:
-    with pytest.raises(Pause, match="exit code 200"):
-        classified(tmp_path, "import sys; sys.exit(200)")
+@pytest.mark.parametrize(("code", "found"), [(2, 2), (125, 125), (-9, 0)])
+def test_the_root_cause_is_the_rank_that_failed_first(code: int, found: int, tmp_path: Path) -> None:
+    others = "Failures:\n[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 8)\n"
+    (tmp_path / "log.txt").write_text(others + REPORT.format(code))
+    assert first_code(tmp_path / "log.txt") == found
