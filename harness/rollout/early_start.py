@@ -56,17 +56,22 @@ def start_early(config: Config, device: Device, environment: Mapping[str, str]) 
     """Return the servers for the engine that this rank builds; none if it builds none, or if SGLang is to start its
     own processes.
 
-    device: where the engine will run. environment: this rank's, with torchrun's variables. Call it before anything
-    else imports torch. An import that fails is left to whoever needs it, to fail again.
+    A rank that was forked has been given one. device: where the engine will run. environment: this rank's, with
+    torchrun's variables. Call it before anything else imports torch. An import that fails is left to whoever needs it,
+    to fail again.
     """
-    node = expected_node(config, device, environment)
+    node, given = expected_node(config, device, environment), ForkServer.handed_over()
     if node is None or config.rollout.load or config.engine.start == "spawn":
+        for server in given:
+            server.close()
         return []
+    if given:
+        return given
     changes = variables_of_engine(device) | variables_of_precision(config, device, environment)
     if device == "cpu":
         activate()
         speaks = environment["RANK"] == "0"
-        with suppress(ImportError), working(IMPORTING, importing=True) if speaks else nullcontext():
+        with suppress(Exception), working(IMPORTING, importing=True) if speaks else nullcontext():
             import_once(CPU_MODULES, engine_environment(os.environ, changes))
         return [ForkServer.here()] if may_fork() else []
     # SGLang sets these before it starts its own.

@@ -71,7 +71,11 @@ class ForkedRank(ForkedChild):
 
 
 def run_script(words: bytes, descriptors: Sequence[int]) -> None:
-    """Run a script with its arguments as `python -u` does, in the process that was forked for it."""
+    """Run a script with its arguments as `python -u` does, in the process that was forked for it.
+
+    Give it a server for the engine that it may build.
+    """
+    ForkServer.hand_over([ForkServer.here()])
     sys.argv = os.fsdecode(words).split("\0")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True, line_buffering=True)  # type: ignore[union-attr]
@@ -162,6 +166,6 @@ def server_of_ranks(words: Sequence[str]) -> ForkServer | None:
     try:
         with working(IMPORTING, importing=True):
             import_once(RANK_MODULES, os.environ)
-    except ImportError:
+    except Exception:  # whatever a broken package raises
         return None
     return ForkServer.here()

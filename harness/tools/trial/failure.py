@@ -31,7 +31,7 @@ _SPECIFIC_WORDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class LogFailure:
     """How a run failed, by the first failure that its log shows."""
 
     kind: str = ""
@@ -61,7 +61,7 @@ def shorten(text: str) -> str:
     return " ".join(text.split())[:_LONGEST]
 
 
-def find_failure(log: Path, run: Path, code: int, package: str, own: tuple[str, ...] = ()) -> Failure:
+def find_failure(log: Path, run: Path, code: int, package: str, own: tuple[str, ...] = ()) -> LogFailure:
     """Return the failure that launch/diagnose.py names or suspects. If there is none, return the log's last line.
 
     A signal that ended the run explains more than its last line, so the text is then "". own: folders that are left out
@@ -76,7 +76,7 @@ def find_failure(log: Path, run: Path, code: int, package: str, own: tuple[str, 
     if line is None:
         last = deque((each.text.strip() for each in lines_of(str(log)) if each.text.strip()), maxlen=1)
         text = f'its last line is "{shorten(last[0])}"' if last and code > 0 else ""
-        return Failure(kind=f"exit code {code}", text=text)
+        return LogFailure(kind=f"exit code {code}", text=text)
     near = sorted(tracebacks_in(lines_of(line.file)), key=lambda each: each.begins)
     reach = range(line.number - _NEAR_LINES, line.number + _NEAR_LINES + 1)
     trace = next((t for t in near if t.begins <= reach[-1] and (not t.ends or reach[0] <= t.ends)), None)
@@ -84,7 +84,7 @@ def find_failure(log: Path, run: Path, code: int, package: str, own: tuple[str, 
     frame = _own_frame(trace.frames[::-1] if trace else [], module_of(package))
     for folder in own:
         text = text.replace(f"{folder}/", "")
-    return Failure(
+    return LogFailure(
         kind=exception_name(text) or f"exit code {code}",
         text=shorten(text),
         slug=found.finding.entry.slug if found.finding else "",
@@ -112,7 +112,7 @@ def relative_file(file: str, package: str) -> str:
 # Whether two failures are one.
 
 
-def same_cause(one: Failure, other: Failure) -> bool:
+def same_cause(one: LogFailure, other: LogFailure) -> bool:
     """Return whether both have the same message, numbers and paths aside, from the same place.
 
     If a place is not known, the message decides. If there is no message, as for a bare assert, the line of code
@@ -128,14 +128,14 @@ def same_cause(one: Failure, other: Failure) -> bool:
     return same_message and _same_place(one, other, specific)
 
 
-def _same_place(one: Failure, other: Failure, specific: bool) -> bool:
+def _same_place(one: LogFailure, other: LogFailure, specific: bool) -> bool:
     if not one.place or not other.place or one.place == other.place:
         return True
     function, there = (each.place.rpartition(":")[2] for each in (one, other))
     return function == there and specific and function not in _COMMON_FUNCTIONS  # it moved to another file
 
 
-def pattern_for(wanted: Failure, other: Failure) -> str:
+def pattern_for(wanted: LogFailure, other: LogFailure) -> str:
     """Return a value for --match that finds `wanted` and not `other`; "" if their words are the same."""
     # Split at every sign that means more to a shell or to a regular expression.
     parts = re.split(r"[^\w .,:/=-]", _VARIABLE.sub("#", wanted.text))

@@ -15,7 +15,7 @@ from harness.runtime.errors import CANNOT, CANNOT_RUN_HERE
 from harness.tools.diagnose.entries import catalogue
 from harness.tools.diagnose.log_lines import lines_of
 from harness.tools.run_tree import Ended, SupervisorKilled, run_tree
-from harness.tools.trial.failure import Failure, find_failure, shorten
+from harness.tools.trial.failure import LogFailure, find_failure, shorten
 
 Verdict = Literal["good", "bad", "skip", "other"]
 """skip: it cannot be run here. other: it failed, but not with the failure that the signature looks for."""
@@ -67,7 +67,7 @@ class Outcome:
     verdict: Verdict
     log: str
     reason: str = ""
-    failure: Failure = field(default_factory=Failure)
+    failure: LogFailure = field(default_factory=LogFailure)
     may_pass: bool = False
     """Whether the machine may have caused the failure, for example because a port was in use. Such a trial is repeated
     once."""
@@ -176,7 +176,7 @@ def _judge(trial: Trial, made: Outcome) -> None:
     if made.code == 1 and trial.is_torchrun:  # any other command's own exit code is its answer
         made.code = first_code(trial.log) or 1
     if made.timed_out:
-        made.failure = Failure(kind="hang")
+        made.failure = LogFailure(kind="hang")
     elif made.code:
         made.failure = find_failure(trial.log, trial.folder / "run", made.code, trial.package, trial.own)
         made.may_pass = bool(_MAY_PASS.search(made.failure.text)) and made.code != CANNOT_RUN_HERE

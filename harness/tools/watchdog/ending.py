@@ -29,7 +29,7 @@ MARK = "HARNESS_WATCHDOG"
 """Variable with the name of the watchdog, inherited by every process that a rank starts."""
 WRITE_SECONDS = 1.0  # how long a screen may block
 KEEP_SECONDS = 3.0  # how long the run directory may block
-REPORT_SECONDS = 5.0  # reports take seconds on a busy machine; everything must be gone within 15
+REPORT_SECONDS = 10.0  # reports take seconds on a busy machine; launch/torchrun.py waits 25 s for all of it
 TORCHRUN_SECONDS = 60.0  # torchrun may stay so long after its ranks: a signal would change its exit code
 STORE_LOST_SECONDS = 8.0  # the same after a host was lost: with its store there, it would stay for minutes
 TERMINATE_SECONDS = 1.0  # from SIGTERM to SIGKILL

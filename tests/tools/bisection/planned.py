@@ -12,7 +12,7 @@ from harness.tools.bisection.question import Options, Question
 from harness.tools.bisection.state import State
 from harness.tools.diagnose.tracebacks import exception_name
 from harness.tools.trial.environment import Environment
-from harness.tools.trial.failure import Failure
+from harness.tools.trial.failure import LogFailure
 from harness.tools.trial.indexes import Candidate
 from harness.tools.trial.trial import Outcome, Trial
 
@@ -37,7 +37,7 @@ def passed() -> Outcome:
 
 def failed(text: str, place: str = "", code: int = 1, slug: str = "", source: str = "") -> Outcome:
     kind = exception_name(text) or f"exit code {code}"
-    failure = Failure(kind=kind, text=text, place=place, slug=slug, source=source)
+    failure = LogFailure(kind=kind, text=text, place=place, slug=slug, source=source)
     return Outcome(code=code, timed_out=False, seconds=0.0, verdict="bad", log="", failure=failure, reason=text)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.tools.trial.failure import Failure, pattern_for, same_cause
+from harness.tools.trial.failure import LogFailure, pattern_for, same_cause
 from tests.tools.bisection.planned import failed
 
 WORK, OTHER = "moving/core.py:work", "moving/core.py:other"
@@ -52,8 +52,8 @@ def test_two_causes(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
 
 def test_what_to_match_finds_the_one_and_not_the_other() -> None:
     texts = ("size of tensor a (8)", "CUDA error: an illegal access")
-    size, access = (Failure(text=f"RuntimeError: {text}") for text in texts)
+    size, access = (LogFailure(text=f"RuntimeError: {text}") for text in texts)
     assert pattern_for(access, size) == "RuntimeError: CUDA error: an illegal access"
     assert pattern_for(size, access) == "RuntimeError: size of tensor a"
     assert pattern_for(size, size) == ""
-    assert pattern_for(Failure(text="x", slug="known"), size) == "known"
+    assert pattern_for(LogFailure(text="x", slug="known"), size) == "known"
