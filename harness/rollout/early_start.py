@@ -36,7 +36,7 @@ from harness.rollout.engine_settings import (
 )
 from harness.runtime.cpu_standins import activate, installed_folder
 from harness.runtime.events import working
-from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, import_once, may_fork
+from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, import_once, may_fork, printed
 
 ENGINE_MODULES = ("sglang.srt.entrypoints.engine", "sglang.srt.model_executor.model_runner")
 """What the processes of an engine import."""
@@ -216,6 +216,8 @@ def forking(servers: Sequence[ForkServer]) -> Iterator[Starts]:
             except ServerGone as error:
                 starts.why_spawned = str(error)
             else:
+                if not starts.forked:
+                    os.write(2, printed())  # to the engine's log, as though each process had printed it
                 starts.forked += 1
                 return forked
         starts.spawned += 1

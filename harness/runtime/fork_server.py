@@ -118,6 +118,8 @@ class Imports:
     """Variables that they have set; None: removed."""
     opened_gpu: bool
     """Whether they have opened a GPU, which no fork of the process can use then."""
+    printed: bytes
+    """What they have written to standard output and error."""
 
     def obstacle(self, environment: Mapping[str, str], meaning: Callable[[str, str | None], object]) -> str:
         """Return why a process with this environment may have imported something else; "" if it has not."""
@@ -153,6 +155,7 @@ def _shown(value: str | None) -> str:
 
 def import_once(modules: Sequence[str], environment: Mapping[str, str]) -> None:
     """Import the modules in this environment, and record what they read of it. What they set in it, this process gets.
+    What they print is kept for the log of an engine: see printed().
 
     Do nothing if this process, or the one that it was forked from, has done so before. Raise what an import raises.
     """
@@ -161,17 +164,51 @@ def import_once(modules: Sequence[str], environment: Mapping[str, str]) -> None:
     own, before = dict(os.environ), dict(environment)
     _prepare_titles()
     _become(before)
-    try:
-        with _recording_reads() as read, collecting_nothing():
-            for module in modules:
-                importlib.import_module(module)
-        now = dict(os.environ)
-    finally:
-        _become(own)
+    with tempfile.TemporaryFile() as output:
+        try:
+            with _printing_to(output.fileno()), _recording_reads() as read, collecting_nothing():
+                for module in modules:
+                    importlib.import_module(module)
+            now = dict(os.environ)
+        finally:
+            _become(own)
+        output.seek(0)
+        said = output.read()
     changed = {name: now.get(name) for name in {*before, *now} if before.get(name) != now.get(name)}
-    found = Imports(before, frozenset(read), changed, _opened_gpu())
+    found = Imports(before, frozenset(read), changed, _opened_gpu(), said)
     _become(found.applied_to(own))
     _imports.append(found)
+
+
+def printed() -> bytes:
+    """Return what the imports of this process have printed."""
+    return _imports[0].printed if _imports else b""
+
+
+@contextmanager
+def _printing_to(descriptor: int) -> Iterator[None]:
+    """Send this process's standard output and error to the descriptor.
+
+    A signal may end the process in this block: its last sentence goes where it should.
+    """
+    own = os.dup(1), os.dup(2)
+
+    def restore() -> None:
+        for number, stream in zip((1, 2), (sys.stdout, sys.stderr), strict=True):
+            stream.flush()
+            os.dup2(own[number - 1], number)
+            os.close(own[number - 1])
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    atexit.register(restore)
+    try:
+        yield
+    finally:
+        atexit.unregister(restore)
+        restore()
 
 
 def _become(environment: Mapping[str, str]) -> None:
@@ -473,6 +510,8 @@ def _settle(task: Task, descriptors: Sequence[int]) -> None:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     signal.pthread_sigmask(signal.SIG_SETMASK, task.blocked)
+    if not may_fork():  # the imports were for this task alone
+        os.write(2, printed())
 
 
 def run_and_end(function: Callable[..., Any], *arguments: Any) -> NoReturn:

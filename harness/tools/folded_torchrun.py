@@ -56,9 +56,10 @@ class Launch:
 
         Standard error itself stays as it is, since torchrun passes on what the ranks write (--tee).
         """
-        for handler in logging.getLogger("torch").handlers:
-            if isinstance(handler, logging.StreamHandler):
-                handler.setStream(self.report)
+        for logger in [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch")]:
+            for handler in logger.handlers:
+                if isinstance(handler, logging.StreamHandler):
+                    handler.setStream(self.report)
         return redirect_stderr(self.report)
 
     def started(self) -> None:

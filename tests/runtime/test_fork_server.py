@@ -496,13 +496,14 @@ def test_a_task_of_a_process_that_was_started_late_imports_from_its_folder_only_
 
 HERE = """
 import atexit, json, os, signal, sys, weakref
-from harness.runtime.fork_server import ForkServer, Task, import_once, may_fork
+from harness.runtime.fork_server import ForkServer, Task, import_once, may_fork, printed
 
 def of_the_client(number, frame):
     print("the client's handler ran")
 
 signal.signal(signal.SIGTERM, of_the_client)
 import_once(["cheap"], {**os.environ, "READ": "1"})
+assert printed() == b"a warning of the import\\n"
 import_once(["no_such_module"], os.environ)
 assert may_fork() and "READ" not in os.environ and os.environ["SET"] == "by the import"
 print("written before the fork", end="")
@@ -538,7 +539,9 @@ print(" and after it")
 
 def test_a_process_that_has_imported_forks_a_server_of_its_own(tmp_path: Path) -> None:
     """What is below the server on the stack never runs in a fork of it, nor what the client left unwritten."""
-    (tmp_path / "cheap.py").write_text("import os; os.environ.get('READ'); os.environ['SET'] = 'by the import'")
+    (tmp_path / "cheap.py").write_text(
+        "import os; os.environ.get('READ'); os.environ['SET'] = 'by the import'; print('a warning of the import')"
+    )
     words = [sys.executable, "-c", HERE]
     run = subprocess.run(words, env=environment_with(tmp_path), capture_output=True, text=True, timeout=HANG_SECONDS)
     assert (run.returncode, run.stdout) == (0, "written before the fork and after it\n"), run.stderr
