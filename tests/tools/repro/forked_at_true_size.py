@@ -4,7 +4,6 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from harness.runtime import cpu_standins
@@ -22,10 +21,10 @@ from harness.tools.repro import shared_imports
 from harness.tools.repro.cases import true_size
 
 
-def run_program(words: bytes, descriptors: Sequence[int]) -> None:
+def run_program(words: bytes) -> None:
     """Run a variant in the process that was forked for it; launch/full_size.py is no process of its own there."""
     true_size.full_size = full_size
-    shared_imports.run_program(words, descriptors)
+    shared_imports.run_program(words)
 
 
 def full_size(folder: Path, *options: object) -> None:
