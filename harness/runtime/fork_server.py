@@ -70,7 +70,7 @@ def as_written(name: str, value: str | None) -> object:
     return value
 
 
-def nothing(name: str, value: str | None) -> object:
+def unimportant(name: str, value: str | None) -> object:
     """Return the same meaning for every value: the task does not depend on it."""
     return None
 
@@ -370,7 +370,7 @@ class ForkServer:
         """Return another server, a fork of this one. Raise ServerGone."""
         own, its = socket.socketpair()
         with its:
-            serve_again, meaning = f"{__name__}:serve_again", f"{__name__}:nothing"
+            serve_again, meaning = f"{__name__}:serve_again", f"{__name__}:unimportant"
             task = Task(serve_again, meaning=meaning, blocked=frozenset(FOR_CLIENT), ends_with_parent=True)
             return ForkServer(own, self.fork(task, [0, 1, 2, its.fileno()]))
 
