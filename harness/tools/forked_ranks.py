@@ -162,9 +162,9 @@ def server_of_ranks(words: Sequence[str]) -> ForkServer | None:
     if script in WITHOUT_ENGINE or not no_gpu():
         return None
     activate()
-    print(f"{IMPORTING}, once for all ranks of this host", flush=True)
     try:
         with working(IMPORTING, importing=True):
+            print(f"{IMPORTING}, once for all ranks of this host", flush=True)
             import_once(RANK_MODULES, os.environ)
     except Exception:  # whatever a broken package raises
         return None
