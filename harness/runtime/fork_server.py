@@ -117,7 +117,7 @@ class Imports:
     changed: Mapping[str, str | None]
     """Variables that they have set; None: removed."""
     opened_gpu: bool
-    """Whether they have opened a GPU, which no fork of the process can use then."""
+    """Whether they have opened a GPU. Then no fork of the process can use one."""
     printed: bytes
     """What they have written to standard output and error."""
 
@@ -515,7 +515,7 @@ def _settle(task: Task, descriptors: Sequence[int]) -> None:
 
 
 def run_and_end(function: Callable[..., Any], *arguments: Any) -> NoReturn:
-    """Call the function and end this process as Python ends a script: with what is below it on the stack left alone."""
+    """Call the function and end this process as Python ends a script. Its callers never go on."""
     code = 0
     try:
         function(*arguments)

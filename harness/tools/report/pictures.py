@@ -35,7 +35,7 @@ LARGEST = 1e300
 def pictures_of(events: Sequence[Event], seen: RunEnd | None, metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the pictures that a run has, as HTML. events: of all ranks, by time. metrics: rows of metrics.jsonl.
 
-    An environment that others made may lack matplotlib: then a sentence is in their place.
+    An environment that others made may lack matplotlib. Then the page says so instead.
     """
     if find_spec("matplotlib") is None:
         return ["<p>The pictures need matplotlib, which is not installed here: pip install matplotlib</p>"]
