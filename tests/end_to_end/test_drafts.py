@@ -9,7 +9,6 @@ from safetensors import safe_open
 from harness.task.tiny_models import save_tiny_model
 from harness.tools.repro.predictable_drafts import ENGINE_ARGUMENTS, ONE_LAYER, make_predictable
 from tests.end_to_end.launching import DP_AND_EP, QUICKSTART, SHARING_GPUS, Job, run
-from tests.real_bugs.sender import draft_left_out
 from tests.weights.fp8_on_two_ranks import OVERRIDES
 
 DRAFTS = [word for name, value in ENGINE_ARGUMENTS.items() for word in (f"--engine.args.{name}", str(value))]
@@ -53,16 +52,6 @@ def test_target_and_draft_are_kept_in_step(tmp_path: Path) -> None:
             assert torch.equal(before.get_tensor(name), after.get_tensor(name)), "nothing trains the MTP layer"
         trained = "model.layers.1.self_attn.o_proj.weight"
         assert not torch.equal(before.get_tensor(trained), after.get_tensor(trained))
-
-
-@pytest.mark.long
-def test_without_verification_a_stale_draft_shows_only_in_the_accepted_length(tmp_path: Path) -> None:
-    """Of a draft that is kept in step it is above 1.4, see above."""
-    words = [QUICKSTART, "--model.name", str(predictable(tmp_path / "model")), "--run.steps", "1", *DRAFTS]
-    words += ["--weights.verify", "false"]
-    job = run(tmp_path / "run", 2, *words, environment=draft_left_out.environment(tmp_path / "acted"))
-    assert job.process.returncode == 0, job.output()[-6000:]
-    assert max(accept_lengths(job)) < 1.2
 
 
 @pytest.mark.long
