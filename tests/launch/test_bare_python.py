@@ -66,28 +66,6 @@ def test_torchrun_without_torch_is_one_line() -> None:
     assert done.stderr.startswith("error: launch/torchrun.py needs torch and psutil, which ")
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [("export.py", ()), ("report.py", ()), ("diagnose.py", ()), ("diagnose.py", ("--jsn", "x")), ("repro.py", ("rnu",)),
-     ("sync.py", ("--syncs", "many"))],
-)  # fmt: skip
-def test_a_wrong_command_line_is_one_line(script: str, words: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, f"launch/{script}", *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("word", "near"), [("--tpp", "--tp"), ("--speculative-algoritm=EAGLE", "--speculative-algorithm")]
-)
-def test_a_misspelt_option_of_full_size_is_no_key_of_a_config(word: str, near: str) -> None:
-    done = bare("full_size.py", "deepseek_v3", word, "2", venv="/nonexistent")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.endswith(f"is not an option; the nearest is {near}.\n")
-
-
 @pytest.mark.parametrize("argument", ["--task.source={dir}/rows.parquet", "--engine.args.mem_fraction_statik=0.5"])
 def test_check_says_what_a_bare_python_cannot_look_at(argument: str, tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").touch()

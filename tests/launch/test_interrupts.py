@@ -4,7 +4,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -132,14 +131,3 @@ def test_a_fork_is_quiet_and_what_is_open_is_closed(tmp_path: Path, terminals: l
     assert lines[-1] == "the program was interrupted by Ctrl-C (SIGINT) while the work"
     assert terminal.screen.count("interrupted") == 1 and "Traceback" not in terminal.screen
     assert list(terminal.folder.iterdir()) == []
-
-
-def test_export_refuses_a_folder_that_is_no_bisect_at_once() -> None:
-    done = subprocess.run(
-        [sys.executable, "launch/export.py", QUICKSTART, "--bisect", "nope"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.splitlines()[-1].startswith("error: there is no")

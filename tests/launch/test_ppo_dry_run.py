@@ -79,21 +79,6 @@ def test_a_shell_that_hides_its_gpus_says_so() -> None:
     assert "CUDA_VISIBLE_DEVICES hides every GPU from this shell" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        (["launch/ppo.py", "configs/cpu/quickstart.toml", "--nnodes", "2"], "or give it to torchrun."),
-        (["launch/quickstart.py", "--nproc-per-node", "4"], "such as 4 with --parallel.tp 4."),
-        (["launch/quickstart.py", "--nnodes=2"], "leave it out"),
-    ],
-)
-def test_options_of_a_plan_do_not_start_a_run(words: list[str], remedy: str) -> None:
-    done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    option = words[-1].split("=")[0] if "=" in words[-1] else words[-2]
-    assert done.stderr.startswith(f"error: {option} is for --dry-run and --check; ") and remedy in done.stderr
-
-
 def test_the_quickstart_takes_the_config_of_its_device() -> None:
     """Both have the same task: the one for GPUs differs in the dtype, and in a learning rate for its wider model."""
     on_cpu, on_gpu = (parse([f"configs/{name}.toml"]).config for name in ("cpu/quickstart", "gpu/tiny"))
@@ -111,18 +96,3 @@ def test_the_gpus_of_this_shell_are_planned_with() -> None:
     text = dry_run("--parallel.tp", "4", config="configs/cpu/quickstart.toml", CUDA_VISIBLE_DEVICES="7,3,1,0")
     assert "ranks 0-3 on host0, GPUs 7,3,1,0" in text
     assert "CUDA_VISIBLE_DEVICES = 7,3,1,0 comes from this shell" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--model.name", "/nonexistent"), 'model.name = "/nonexistent" is not a folder here'),
-        (("--parallel.pp", "4"), "the model has only 2 layers"),
-        (("--rollout.max_response_tokens", "4096"), "the model's context is 2048"),
-    ],
-)
-def test_what_is_known_to_be_wrong_exits_2(words: tuple[str, str], sentence: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "launch/ppo.py", "--dry-run", *words], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and sentence in done.stderr and len(done.stderr.splitlines()) == 1

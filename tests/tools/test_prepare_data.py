@@ -83,42 +83,6 @@ def test_numbers_after_the_mark() -> None:
     assert [number_after_mark(text) for text in ("#### 1,234.5", "#### -3 ####", "1234")] == ["1234.5", "-3", None]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "record", "message"),
-    [
-        ("gsm8k", {"question": "?", "answer": "3"}, "test.jsonl line 2 has no number after #### in 'answer'"),
-        ("gsm8k", MATH[0], "test.jsonl line 2 must have the texts question and answer"),
-        (
-            "math",
-            {"problem": "?", "solution": r"\boxed{3"},
-            r"test.jsonl line 2 has no \boxed{} that is closed in 'solution'",
-        ),
-    ],
-)
-def test_a_bad_row_is_named_and_nothing_is_written(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], dataset: str, record: dict[str, str], message: str
-) -> None:
-    good = GSM8K if dataset == "gsm8k" else MATH
-    source = write(tmp_path / "raw", good, [good[0], record])
-    assert prepare_data.main([dataset, str(tmp_path / "out"), "--source", str(source)]) == 2
-    assert message in capfd.readouterr().err
-    assert not list((tmp_path / "out").glob("*.parquet"))
-
-
-def test_a_wrong_command_line_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
-    assert prepare_data.main(["gsm9k", "out"]) == 2
-    assert "invalid choice: 'gsm9k'" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("updates", ["0", "-1"])
-def test_a_start_without_updates_is_refused_before_anything_is_written(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], updates: str
-) -> None:
-    assert prepare_data.main(["addition", str(tmp_path / "out"), "--updates", updates]) == 2
-    assert f"--updates must be at least 1, got {updates}" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_additions_are_held_out_and_scored_by_their_digits(tmp_path: Path) -> None:
     assert prepare_data.main(["addition", str(tmp_path), "--updates", "1"]) == 0
     train, test = (load_rows([str(tmp_path)], split) for split in ("train", "test"))

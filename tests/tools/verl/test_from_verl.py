@@ -51,24 +51,3 @@ def test_the_config_that_verl_prints() -> None:
     done = run(PRINTED, bare=False)
     assert done.returncode == 0, done.stderr
     assert tomllib.loads(done.stdout)["rollout"]["prompts_per_step"] == 2048 and "verl 0.3 printed" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ([], "there are no arguments of verl"),
-        (["/no/such.sh"], "/no/such.sh cannot be read"),
-        ([SCRIPT, "--", "data.x=1"], "not both"),
-        ([PRINTED, "data.x=1"], "give data.x=1 to verl's command"),
-        (["--tiny", "gemma"], "gemma cannot be read"),
-        (["--releas", "0.4", "--", *WORDS], "--releas is not an option"),
-        (["--", *WORDS, "data.train_batch_size=1,2"], "sweep"),
-        (["--hosts", "3", SCRIPT], "--hosts must divide the 4 ranks"),
-        (["--out", "/no/such/run.toml", "--", *WORDS], "--out /no/such/run.toml cannot be written"),
-        (["--out", "/", "--", *WORDS], "--out / cannot be written: Is a directory"),
-        (["--", *WORDS, "data.train_max_samples=null"], "data.train_max_samples must be an integer, got null"),
-    ],
-)
-def test_mistakes_are_one_sentence(words: list[str | Path], sentence: str) -> None:
-    done = run(*words)
-    assert done.returncode == 2 and sentence in done.stderr and len(done.stderr.strip().splitlines()) == 1
