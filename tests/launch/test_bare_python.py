@@ -53,17 +53,16 @@ def test_without_torchrun_the_line_to_paste_is_printed(script: str) -> None:
     assert done.stderr.endswith(f"--nnodes=1 {ranks} launch/{script} configs/cpu/quickstart.toml\n")
 
 
-@pytest.mark.parametrize("words", [("list",), ("show", "shared-expert-summed"), ("run", "shared-expert-summed")])
-def test_repros_without_packages_are_one_line(words: tuple[str, ...]) -> None:
-    done = bare("repro.py", *words, venv="/nonexistent")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: launch/repro.py needs psutil, which ") and len(done.stderr.splitlines()) == 1
-
-
-def test_torchrun_without_torch_is_one_line() -> None:
-    done = bare("torchrun.py", "--nproc-per-node=2", "launch/ppo.py", venv="/nonexistent")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: launch/torchrun.py needs torch and psutil, which ")
+@pytest.mark.parametrize(
+    ("line", "needed"),
+    [("repro.py list", "psutil"), ("repro.py run shared-expert-summed", "psutil"),
+     ("torchrun.py --nproc-per-node=2 launch/ppo.py", "torch and psutil")],
+)  # fmt: skip
+def test_what_needs_packages_is_one_line(line: str, needed: str) -> None:
+    script, *words = line.split()
+    done = bare(script, *words, venv="/nonexistent")
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"error: launch/{script} needs {needed}, which ")
 
 
 @pytest.mark.parametrize("argument", ["--task.source={dir}/rows.parquet", "--engine.args.mem_fraction_statik=0.5"])

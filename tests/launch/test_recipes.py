@@ -96,12 +96,6 @@ def check_met(environment: dict[str, str], words: list[str]) -> None:
         assert (each["sum"], each["words"]) == (1, words)
 
 
-@pytest.mark.parametrize("name", ["slurm.sbatch", "ssh.sh"])
-def test_bash_reads_it(name: str) -> None:
-    checked = subprocess.run(["bash", "-n", str(LAUNCH / name)], capture_output=True, text=True)
-    assert (checked.returncode, checked.stderr) == (0, "")
-
-
 @pytest.mark.long
 def test_slurm_starts_a_torchrun_on_each_host(cluster: dict[str, str]) -> None:
     done = ran(cluster, "bash", str(LAUNCH / "slurm.sbatch"), str(MEET), AWKWARD)

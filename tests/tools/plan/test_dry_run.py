@@ -3,7 +3,7 @@
 import pytest
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, place
+from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of
 from harness.tools.picture import picture
 from harness.tools.plan.dry_run import planned_locations
 
@@ -28,24 +28,6 @@ def test_hosts_without_a_list_have_the_gpus_that_the_ranks_need() -> None:
 def test_one_list_is_for_all_hosts() -> None:
     found = planned_locations(ParallelDims(dp=2, tp=2, pp=1), 2, 2, "cuda", ("5,4",))
     assert [gpu_of(each) for each in found] == ["5", "4", "5", "4"]
-
-
-@pytest.mark.parametrize(
-    ("nnodes", "nproc", "visible", "message"),
-    [
-        (1, 4, (), r"2 \* 4 \* 1 = 8, but the world size is 4"),
-        (2, 4, ("0,1,0,1",), "'0,1,0,1' lists GPU 0 twice"),
-        (2, 4, ("0,1,2",), "rank 3 on host host0 has local rank 3 but sees 3 GPUs"),
-        (2, 4, ("0,1,2,3", "2"), "rank 4 .* and rank 5 .* both use GPU 2 of host host1"),
-        (2, 4, (None, ""), "rank 4 on host host1 has CUDA_VISIBLE_DEVICES='', which hides every GPU"),
-    ],
-)
-def test_errors_are_those_of_mesh_and_placement(
-    nnodes: int, nproc: int, visible: tuple[str | None, ...], message: str
-) -> None:
-    dims = ParallelDims(dp=2, tp=4, pp=1)
-    with pytest.raises(ValueError, match=message):
-        place(dims, planned_locations(dims, nnodes, nproc, "cuda", visible), "cuda")
 
 
 def test_ports_past_the_last_are_refused() -> None:

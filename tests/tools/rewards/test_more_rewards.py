@@ -24,13 +24,9 @@ def test_a_data_source_picks():
     assert make_reward("data_source", [row])("so \\boxed{1/2}", row) == 1.0
 
 
-def test_a_row_that_cannot_be_scored_is_named_before_the_run():
+def test_rows_that_can_be_scored_pass_and_another_data_source_is_named():
     check_reward("gsm8k", [ROW])
     check_reward("data_source", [ROW])
-    with pytest.raises(
-        ValueError, match='rows.jsonl line 3 has the ground truth "seven", but task.reward = "gsm8k" needs a number'
-    ):
-        check_reward("gsm8k", [replace(ROW, ground_truth="seven")])
     with pytest.raises(ValueError, match=r'rows.jsonl line 3 has data_source "geo3k", .* can score openai/gsm8k'):
         check_reward("data_source", [ROW, replace(ROW, data_source="geo3k")])
 
@@ -91,8 +87,6 @@ def test_an_own_reward_that_fails_is_named_with_the_row(own, function, message):
 
 
 def test_an_own_reward_that_cannot_be_called_is_named(own):
-    with pytest.raises(ValueError, match=r"there is no file .*none.py"):
-        check_reward(f"{own}/none.py:length", [])
     for name, message in (
         (f"{own}/own.py:width", "cannot be imported: AttributeError: .* has no attribute 'width'"),
         ("no_such_module_here:length", "cannot be imported: ModuleNotFoundError: No module named"),
