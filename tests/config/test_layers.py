@@ -88,28 +88,17 @@ def test_a_list_of_names_is_read_with_commas_or_as_toml(text: str, value: tuple[
     assert parse([f"--memory.offload_optimizer={text}"]).config.memory.offload_optimizer == value
 
 
-@pytest.mark.parametrize("text", ["0.9,1e-1", "[0.9, 0.1]"])
-def test_a_list_of_numbers_is_read_likewise_and_reads_back(text: str, tmp_path: Path) -> None:
-    config = parse(["--actor.betas", text]).config
-    assert config.actor.betas == (0.9, 0.1)
-    (tmp_path / "a.toml").write_text(to_toml(config))
-    assert parse([str(tmp_path / "a.toml")]).config == config
-
-
-def test_a_list_of_texts_may_be_one_text_in_a_file() -> None:
-    for source in ("openai/gsm8k", ["openai/gsm8k"]):
-        config = build_config([Layer("a.toml", {"task": {"source": source}})])
-        assert config.task.source == ("openai/gsm8k",)
-
-
-def test_a_list_of_names_in_a_file_reads_back_and_is_replaced_whole(tmp_path: Path) -> None:
+def test_lists_read_back_and_are_replaced_whole(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
-    file.write_text("[memory]\noffload_parameters = ['actor', 'reference']\noffload_optimizer = ['critic']\n")
-    config = parse([str(file), "--memory.offload_optimizer", "actor"]).config
-    assert config.memory.offload_parameters == ("actor", "reference")
-    assert config.memory.offload_optimizer == ("actor",)
-    file.write_text(to_toml(config))
-    assert parse([str(file)]).config == config
+    for text in ("0.9,1e-1", "[0.9, 0.1]"):
+        file.write_text("[memory]\noffload_parameters = ['actor', 'reference']\noffload_optimizer = ['critic']\n")
+        config = parse([str(file), "--memory.offload_optimizer", "actor", "--actor.betas", text]).config
+        assert config.memory.offload_parameters == ("actor", "reference")
+        assert config.memory.offload_optimizer == ("actor",) and config.actor.betas == (0.9, 0.1)
+        file.write_text(to_toml(config))
+        assert parse([str(file)]).config == config
+    for source in ("openai/gsm8k", ["openai/gsm8k"]):
+        assert build_config([Layer("a.toml", {"task": {"source": source}})]).task.source == ("openai/gsm8k",)
 
 
 def test_digest_follows_the_values() -> None:

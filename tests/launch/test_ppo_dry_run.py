@@ -8,8 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from harness.tools.command_line import parse, read_known_options
 from harness.tools.full_size.model_and_options import Options
 
@@ -64,21 +62,6 @@ def test_the_command_that_tells_memory_takes_the_same_config() -> None:
     assert parse(rest).config == parse(["configs/gpu/memory_7b.toml", *keys]).config
 
 
-@pytest.mark.parametrize("words", [("configs/gpu/memory_7b.toml",), ("--model.name", "someone/model")])
-def test_what_full_size_does_not_take_is_said(words: tuple[str, ...]) -> None:
-    text = dry_run(*words, config="configs/gpu/tiny.toml")
-    assert "launch/full_size.py, which takes one TOML file" in text and "python3" not in text
-
-
-def test_nothing_is_said_of_the_gpus_of_a_run_on_the_cpu() -> None:
-    assert "full_size" not in dry_run("--engine.device", "cpu", config="configs/cpu/quickstart.toml")
-
-
-def test_a_shell_that_hides_its_gpus_says_so() -> None:
-    text = dry_run(config="configs/cpu/quickstart.toml", CUDA_VISIBLE_DEVICES="")
-    assert "CUDA_VISIBLE_DEVICES hides every GPU from this shell" in text
-
-
 def test_the_quickstart_takes_the_config_of_its_device() -> None:
     """Both have the same task: the one for GPUs differs in the dtype, and in a learning rate for its wider model."""
     on_cpu, on_gpu = (parse([f"configs/{name}.toml"]).config for name in ("cpu/quickstart", "gpu/tiny"))
@@ -90,9 +73,3 @@ def test_the_quickstart_takes_the_config_of_its_device() -> None:
             words, cwd=REPOSITORY, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         )
         assert f"python3 launch/full_size.py {config} " in done.stdout, done.stderr
-
-
-def test_the_gpus_of_this_shell_are_planned_with() -> None:
-    text = dry_run("--parallel.tp", "4", config="configs/cpu/quickstart.toml", CUDA_VISIBLE_DEVICES="7,3,1,0")
-    assert "ranks 0-3 on host0, GPUs 7,3,1,0" in text
-    assert "CUDA_VISIBLE_DEVICES = 7,3,1,0 comes from this shell" in text

@@ -10,11 +10,7 @@ from harness.config.layers import ConfigError
 from harness.tools.verl.overrides import (
     RELEASES,
     VerlConfig,
-    defaults,
     flatten,
-    is_known,
-    nearest_key,
-    newest_release,
     parse_override,
     parse_value,
 )
@@ -113,19 +109,6 @@ def config(release: str, *words: str) -> VerlConfig:
     return VerlConfig(release=release, trainer="fsdp", given=flatten([parse_override(word) for word in words]))
 
 
-def test_defaults_of_each_release() -> None:
-    by_release = {release: config(release) for release in RELEASES}
-    entropy = {release: each.get("actor_rollout_ref.actor.entropy_coeff") for release, each in by_release.items()}
-    assert entropy["0.2"] == entropy["0.3"] == 0.001 and {entropy[each] for each in RELEASES[2:]} == {0}
-    padding = [each.get("actor_rollout_ref.model.use_remove_padding") for each in by_release.values()]
-    assert padding == [False] * 6 + [True] * 3
-    assert "algorithm.use_kl_in_reward" not in defaults("0.3", "fsdp") and "critic.fsdp.param_offload" in defaults(
-        "0.9", "fsdp"
-    )
-    assert "critic.model.fsdp_config.param_offload" not in defaults("0.9", "fsdp")
-    assert "actor_rollout_ref.actor.megatron.tensor_model_parallel_size" in defaults("0.6", "megatron")
-
-
 def test_references_follow_overrides_then_defaults() -> None:
     for release in RELEASES:
         found = config(release, "actor_rollout_ref.actor.ppo_mini_batch_size=64", "data.max_prompt_length=7")
@@ -141,24 +124,3 @@ def test_references_that_multiply_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"x\.a has references to references"):
         found.get("x.a")
     assert found.get("x.c") == "${x.c}"
-
-
-def test_the_newest_release_that_takes_a_command() -> None:
-    def newest(*words: str) -> tuple[str, list[str]]:
-        given = [parse_override(word) for word in ("actor_rollout_ref.rollout.name=sglang", *words)]
-        return newest_release(given, "fsdp")
-
-    assert newest("data.train_batch_size=1") == ("0.9", [])
-    assert newest("+trainer.val_before_train=False") == ("0.3", [])  # 0.4 has the key; hydra refuses the plus
-    assert newest("critic.model.fsdp_config.param_offload=True") == ("0.7", [])
-    assert newest("actor_rollout_ref.actor.fsdp_config.grad_offload=True") == ("0.2", [])
-    both, why = newest("+trainer.val_before_train=False", "critic.fsdp.param_offload=True")
-    assert both == "0.9" and len(why) == 1
-    assert newest_release([parse_override("data.train_batch_size=1")], "fsdp")[0] == "0.5"  # rollout.name had a default
-
-
-def test_unknown_keys_have_a_nearest_one() -> None:
-    assert not is_known("actor_rollout_ref.rollout.temprature")
-    assert nearest_key("actor_rollout_ref.rollout.temprature") == "actor_rollout_ref.rollout.temperature"
-    assert nearest_key("actor.clip_ratio_low") == "actor_rollout_ref.actor.clip_ratio_low"
-    assert is_known("actor_rollout_ref.rollout.temperature") and is_known("data")

@@ -53,12 +53,6 @@ def test_tiny_keeps_the_parallel_sizes_and_can_run(path: Path) -> None:
     check_plan(loaded(found))
 
 
-def test_a_tiny_model_is_smaller_than_a_block_of_fp8() -> None:
-    found = translate((*NEEDED, "actor_rollout_ref.rollout.quantization=fp8"), "auto", "qwen3", ENVIRONMENT)
-    assert found.config.model.rollout_precision == "same" and 'rollout_precision = "same"  # --tiny' in found.toml
-    check_plan(loaded(found))
-
-
 @pytest.mark.parametrize("release", RELEASES)
 def test_what_is_not_named_has_the_releases_default(release: str) -> None:
     found = of("data.train_batch_size=256", release=release)
@@ -72,6 +66,7 @@ def test_what_is_not_named_has_the_releases_default(release: str) -> None:
     assert config.actor.entropy_coefficient == (0.001 if old else 0.0)
     assert config.task.long_prompts == ("filter" if release == "0.2" else "error")
     assert config.memory.resume == ("all" if RELEASES.index(release) < RELEASES.index("0.6") else "staged")
+    assert config.model.packed == (RELEASES.index(release) >= 6)
     assert config.parallel.tp == 2 and config.parallel.dp == 4
 
 
