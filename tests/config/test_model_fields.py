@@ -1,6 +1,5 @@
 """config.json is read from the same three places by --dry-run, by the checks before a run and by each rank."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -42,10 +41,6 @@ def test_a_tiny_model_has_the_fields_that_are_written_when_it_is_made(name: str,
         assert written[field] == planned[field]
 
 
-def test_a_folder_with_a_broken_config_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config.json cannot be read: No such file"):
         model_fields(str(tmp_path), {}, "cpu")
-    for text in ("{", json.dumps(["a list"])):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"config.json must be a JSON object"):
-            model_fields(str(tmp_path), {}, "cpu")

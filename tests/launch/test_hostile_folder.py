@@ -20,14 +20,11 @@ SCRIPTS = {
     "ppo": ("ppo.py --check --engine.device cpu", 0, "ok: 2 ranks"),
     "report": ("report.py run", 0, "report run/report.md"),
     "export": ("export.py run", 0, "sglang.Engine"),
-    "export_of_nothing": ("export.py nothing", 2, "nothing is not a folder here"),
     "diagnose": ("diagnose.py run.log", 1, "run.log:1: RuntimeError: planted"),
     "from_verl": ("from_verl.py run.sh", 1, "unsupported, 0 unknown"),
     "repro": ("repro.py run illegal-cuda-visible-devices", 1, "reproduced: "),
     "bisect": (f"bisect_versions.py {BISECT} -- theirs/moved.py", 0, "The first bad release is 1.1"),
-    "bisect_of_nothing": ("bisect_versions.py --good 1 --bad 2 -- nothing.py", 2, "there is no script nothing.py"),
     "hosts": ("hosts.py --hosts 2 --isolation processes -- theirs/job.py", 0, "host1 | ran as a rank"),
-    "hosts_of_nothing": ("hosts.py --hosts 0 -- launch/doctor.py", 2, "--hosts must be 1 to 250"),
 }
 
 

@@ -54,6 +54,7 @@ EXPERTS = DENSE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate
 CONFIGS = {
     "bad_config": "{",
     "deep_config": DEEP,
+    "list_config": '["a list"]',
     "gpt": '{"model_type": "gpt_neox", "num_hidden_layers": 3}',
     "unknown": '{"model_type": "qwen22"}',
     "old_llama": '{"model_type": "llama"}',

@@ -1,6 +1,5 @@
 """What is looked at before any rank starts, of this machine, its files and the hub; tests/said has what is then said."""
 
-import json
 import os
 import struct
 import subprocess
@@ -17,7 +16,6 @@ from harness.config.layers import ConfigError
 from harness.config.schema import ENGINE_MODELS, Config, named_paths
 from harness.rollout.sglang_api.probe import installed
 from harness.runtime import cpu_standins
-from harness.task.data import load_rows
 from harness.task.tiny_models import NOT_OVERRIDABLE, tiny_config, tiny_fields
 from harness.tools import preflight
 from harness.tools.command_line import parse
@@ -123,16 +121,6 @@ def test_a_hub_that_does_not_answer_is_asked_once(words: tuple[str, str]) -> Non
         f'error: {words[0][2:]} = "{words[1]}" is not a folder here, and http://127.0.0.1:9 did not give'
     )
     assert len(done.stderr.splitlines()) == 1 and time.monotonic() - begin < 20
-
-
-def test_rows_of_a_hub_are_not_known_before_the_run(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(ROW) + "\n")
-    assert preflight.read_rows([str(file), str(file)], "train", 0) == (load_rows([str(file)] * 2, "train"), "")
-    assert preflight.read_rows([str(file), "some/set"], "train", 0) == (
-        load_rows([str(file)], "train"),
-        "some/set is on the hub",
-    )
 
 
 def test_an_interface_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
