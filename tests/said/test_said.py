@@ -24,7 +24,7 @@ import pytest
 
 from harness.rollout import sglang_api
 from harness.runtime import cpu_standins
-from harness.tools import preflight
+from harness.tools import preflight, start_job
 from tests.said.inputs import make_inputs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -137,6 +137,7 @@ def called(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> tuple[i
     """Call main of the program in this process, on a machine without a GPU. Return its exit code and both streams."""
     patch.chdir(folder)
     patch.setattr(cpu_standins, "GPU_FILES", ())
+    patch.setattr(start_job, "start_early", None)  # a command that is taken for right fails, and starts no run here
     patch.setattr(sys, "argv", words)
     screens = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
     with redirect_stdout(screens[0]), redirect_stderr(screens[1]):
