@@ -1,6 +1,6 @@
 """Models x precisions x meshes x options on GPUs: three PPO steps each, every element read back after every sync.
 
-`pytest -m gpu -s` prints a row of the table of docs/measurements/gpu_runs.md for each. The runs share the GPUs, AT_ONCE
+`pytest -m gpu -s` prints what stands in a table of docs/measurements/gpu_runs.md for each. The runs share the GPUs, AT_ONCE
 of them at a time, and so without the memory saver; test_gpu_memory.py has it.
 """
 

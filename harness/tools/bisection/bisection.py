@@ -110,7 +110,8 @@ def _refuse_another_question(options: Options, command: Sequence[str]) -> None:
     extra = Question(options=replace(options, then_git=""), command=tuple(command), folder="").words()
     if extra != ["--"]:
         kept = "a resumed bisect keeps its question, and only --then-git can be added"
-        raise ConfigError(f"{join(extra)} cannot go with --resume: {kept}; leave it out, or start a new bisect.")
+        given = join(extra).removesuffix(" --")
+        raise ConfigError(f"{given} cannot go with --resume: {kept}; leave it out, or start a new bisect.")
 
 
 def resume(folder: Path, then_git: str) -> int:
