@@ -65,6 +65,7 @@ def test_the_mesh_is_that_of_the_dims(dims: ParallelDims) -> None:
         with fake_world(rank):
             mesh = build_meshes(dims, "cpu").engines
             own = places[rank]
+            assert mesh.mesh_dim_names == ("dp", "tp", "pp")
             assert tuple(mesh.get_coordinate() or ()) == (own.dp, own.tp, own.pp)
             # Its engine's ranks in the mesh, in engine order: stages slowest.
             assert tuple(mesh.mesh[own.dp].T.flatten().tolist()) == dims.engine_ranks(own.dp)
@@ -92,3 +93,8 @@ def test_a_mesh_that_placement_refuses_the_plan_refuses_too() -> None:
     locations = [RankLocation(rank, f"host{rank // PER_HOST}", rank % PER_HOST, None) for rank in range(WORLD)]
     with pytest.raises(ValueError, match='set parallel.rank_order = "dp,pp,tp"'):
         place(dims, locations, "cuda")
+
+
+def test_a_mesh_of_the_wrong_world_size_is_refused() -> None:
+    with fake_world(0), pytest.raises(ValueError, match=r"2 \* 4 \* 1 = 8, but the world size is 512"):
+        build_meshes(ParallelDims(dp=2, tp=4, pp=1), "cpu")

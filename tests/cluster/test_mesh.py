@@ -6,8 +6,6 @@
 - the DeviceMesh gives every rank the same coordinates, and sub-groups of the same ranks.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,11 +46,6 @@ def test_rank_orders_are_the_documented_formulas(dims: ParallelDims) -> None:
             assert rank == (at.dp * dims.pp + at.pp) * dims.tp + at.tp
 
 
-def test_engine_order_of_both_rank_orders() -> None:
-    assert ParallelDims(dp=2, tp=2, pp=2).engine_ranks(1) == (4, 6, 5, 7)
-    assert ParallelDims(dp=2, tp=2, pp=2, rank_order="dp,pp,tp").engine_ranks(1) == (4, 5, 6, 7)
-
-
 def test_the_error_spells_out_the_product() -> None:
     dims = ParallelDims(dp=2, tp=4, pp=1)
     dims.validate(8)
@@ -66,51 +59,11 @@ def test_the_error_spells_out_the_product() -> None:
         dims.validate(6)
 
 
-def test_the_module_imports_no_torch() -> None:
-    program = "import sys, harness.cluster.mesh; sys.exit('torch' in sys.modules)"
-    root = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
-
-
-def _join_fake_group(rank: int, world_size: int) -> None:
-    """The fake group answers every collective at once; it stands in for worlds too large to start here."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # slow to import: not for the spawned processes
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-
 def _peers(dims: ParallelDims, rank: int, axis: str) -> list[int]:
     """World ranks that differ from rank in this axis alone, by their coordinate in it."""
     at = {other: dims.coordinates(other)._replace(**{axis: 0}) for other in range(dims.world_size)}
     peers = [other for other in at if at[other] == at[rank]]
     return sorted(peers, key=lambda other: int(getattr(dims.coordinates(other), axis)))
-
-
-@pytest.mark.parametrize("rank_order", RANK_ORDERS)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 2), (1, 2, 4), (4, 1, 2)])
-def test_mesh_of_a_fake_process_group(shape: tuple[int, int, int], rank_order: str) -> None:
-    dims = ParallelDims(dp=shape[0], tp=shape[1], pp=shape[2], rank_order=rank_order)
-    for rank in range(dims.world_size):
-        _join_fake_group(rank, dims.world_size)
-        try:
-            mesh = build_meshes(dims, "cpu").engines
-            at = dims.coordinates(rank)
-            assert mesh.mesh_dim_names == ("dp", "tp", "pp")
-            assert tuple(mesh.mesh.shape) == shape
-            assert tuple(mesh.get_coordinate() or ()) == (at.dp, at.tp, at.pp)
-            for axis in ("dp", "tp", "pp"):
-                assert dist.get_process_group_ranks(mesh.get_group(axis)) == sorted(_peers(dims, rank, axis))
-        finally:
-            dist.destroy_process_group()
-
-
-def test_mesh_of_the_wrong_world_size_is_refused() -> None:
-    _join_fake_group(0, 4)
-    try:
-        with pytest.raises(ValueError, match=r"2 \* 4 \* 1 = 8, but the world size is 4"):
-            build_meshes(ParallelDims(dp=2, tp=4, pp=1), "cpu")
-    finally:
-        dist.destroy_process_group()
 
 
 def _gather_over_every_axis(rank: int, store: str, shapes: list[ParallelDims]) -> None:

@@ -98,9 +98,13 @@ def test_of_two_addresses_of_an_interface_the_one_that_was_agreed_on_counts(
     assert own_address(environment) == expected
 
 
-def test_an_interface_that_another_host_lacks_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
+
+
+def test_an_interface_that_another_host_lacks_is_an_error_on_every_rank(master: None) -> None:
     store = dist.HashStore()
     for rank in (0, 1):
         store.set(f"route/{rank}", '["host/a/n", "127.0.0.1"]')
@@ -111,9 +115,7 @@ def test_an_interface_that_another_host_lacks_is_an_error_on_every_rank(monkeypa
         agree(store, 1, 2, "host/a/n", "lo")
 
 
-def test_ranks_agree_on_every_hosts_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+def test_ranks_agree_on_every_hosts_address(master: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     store = dist.HashStore()
     other = HostAddress("eth0", "10.77.0.2", "it routes to MASTER_ADDR")
@@ -124,9 +126,7 @@ def test_ranks_agree_on_every_hosts_address(monkeypatch: pytest.MonkeyPatch) -> 
     assert found["host1/b/n"] == other and found["host0/a/n"].interface == "lo"
 
 
-def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+def test_ranks_that_do_not_come_are_named(master: None) -> None:
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
     store.set("route/2", '["host1/b/n", "10.77.0.1"]')

@@ -302,31 +302,6 @@ def test_gpu_of_refuses(location: RankLocation, message: str) -> None:
         gpu_of(location)
 
 
-def test_the_second_tp_group_of_a_host_has_its_own_gpus() -> None:
-    """All ranks see 0,1,2,3; the rule of verl#915 put both groups on GPUs 0 and 1."""
-    placements = place(ParallelDims(dp=2, tp=2, pp=1), locations_of(4, [("0", "1", "2", "3")]), "cuda")
-    assert [node.visible_devices for node in _nodes(placements)] == [("0", "1"), ("2", "3")]
-
-
-def test_one_tp_group_over_two_hosts_counts_hosts_not_gpus() -> None:
-    """Lists 0,1 and 2,3 of two hosts have a union of four GPUs, which the same rule took for one node."""
-    [engine] = place(ParallelDims(dp=1, tp=4, pp=1), locations_of(2, [("0", "1"), ("2", "3")]), "cuda")
-    assert [(node.host, node.ranks, node.visible_devices) for node in engine.nodes] == [
-        ("h0", (0, 1), ("0", "1")),
-        ("h1", (2, 3), ("2", "3")),
-    ]
-
-
-def test_indices_are_not_sorted_as_strings() -> None:
-    [engine] = place(ParallelDims(dp=1, tp=12, pp=1), locations_of(12, [None]), "cuda")
-    assert engine.nodes[0].visible_devices == tuple(str(index) for index in range(12))
-
-
-def test_pp_in_the_default_rank_order_reorders_the_list() -> None:
-    [engine] = place(ParallelDims(dp=1, tp=2, pp=2), locations_of(4, [("3", "1", "2", "0")]), "cuda")
-    assert (engine.nodes[0].ranks, engine.nodes[0].visible_devices) == ((0, 2, 1, 3), ("3", "2", "1", "0"))
-
-
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
@@ -347,16 +322,6 @@ def test_undecidable_or_shared_gpus_are_refused(lists: list[str | None], message
     locations = [RankLocation(rank, "h0/boot/net:[1]", rank, parse_visible(value)) for rank, value in enumerate(lists)]
     with pytest.raises(ValueError, match=message):
         place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda")
-
-
-def test_the_raw_repeated_list_is_refused_too() -> None:
-    with pytest.raises(ValueError, match="rank 0 .* and rank 2 .* both use GPU 0 of host h0"):
-        place(ParallelDims(dp=1, tp=4, pp=1), locations_of(4, [("0", "1", "0", "1")]), "cuda")
-
-
-def test_the_same_indices_on_two_hosts_are_different_gpus() -> None:
-    [engine] = place(ParallelDims(dp=1, tp=4, pp=1), locations_of(2, [("0", "1"), ("0", "1")]), "cuda")
-    assert [node.visible_devices for node in engine.nodes] == [("0", "1"), ("0", "1")]
 
 
 def test_unequal_shares_are_refused() -> None:
