@@ -1,7 +1,5 @@
 import re
 
-import pytest
-
 from harness.task.arithmetic import OBJECTS, STORIES, make_problems
 from harness.task.rewards import extract_answer, gsm8k_reward
 
@@ -9,7 +7,7 @@ from harness.task.rewards import extract_answer, gsm8k_reward
 def test_same_seed_same_problems_and_a_smaller_count_is_a_prefix():
     problems = make_problems(50, seed=3)
     assert make_problems(50, seed=3) == problems
-    assert make_problems(20, seed=3) == problems[:20]
+    assert all(make_problems(count, seed=3) == problems[:count] for count in (0, 1, 20))
     assert make_problems(50, seed=4) != problems
 
 
@@ -33,11 +31,6 @@ def test_problems_vary():
         symbol for symbol, _, _ in STORIES
     }
     assert all(any(thing in p["question"] for p in problems) for thing in OBJECTS)
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_count(count):
-    assert len(make_problems(count, seed=0)) == count
 
 
 def test_a_problem_scores_itself():

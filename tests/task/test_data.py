@@ -249,17 +249,21 @@ def test_messages_go_through_the_chat_template(tmp_path):
         tokenize_prompts(rows, tokenizer, TEMPLATE, 100, "error")
 
 
-def test_prompts_in_order():
+def test_prompts_fill_the_template_in_order_and_are_neither_empty_nor_too_long():
     prompts = tokenize_prompts(ROWS, Characters(), TEMPLATE, 100, "error")
     assert [(p.index, p.row) for p in prompts] == [*enumerate(ROWS)]
     texts = ["".join(map(chr, prompt.input_ids)) for prompt in prompts]
     assert texts == [f"Question: {row.prompt}\nAnswer: " for row in ROWS]
-
-
-def test_a_prompt_has_a_token():
-    rows = [ROWS[0], replace(ROWS[1], prompt="")]
-    with pytest.raises(ValueError, match="the prompt of second has no token"):
-        tokenize_prompts(rows, Characters(), "{question}", 100, "error")
+    length = len(texts[0])
+    assert [prompt.index for prompt in tokenize_prompts(ROWS[::-1], Characters(), TEMPLATE, length, "filter")] == [1]
+    for rows, template, most, what, said in (
+        ([replace(ROWS[1], prompt="")], "{question}", 100, "error", "the prompt of second has no token"),
+        (ROWS, TEMPLATE, length, "error", f"second has 50 tokens, more than task.max_prompt_tokens = {length}"),
+        (ROWS, TEMPLATE, 5, "filter", "all 2 prompts have more than task.max_prompt_tokens = 5 tokens"),
+        (ROWS, "{question:d}", 100, "error", "task.template = '{question:d}' cannot be filled .*: ValueError"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            tokenize_prompts(rows, Characters(), template, most, what)
 
 
 @pytest.mark.parametrize("answer", [4, ["4"], None, "4"])
@@ -267,18 +271,6 @@ def test_the_text_of_a_row_has_its_answer_of_whatever_type(tmp_path, answer):
     write_jsonl(tmp_path, "train", [VERL | {"extra_info": {"answer": answer}}])
     (row,) = load_rows([str(tmp_path)], "train")
     assert row.text.startswith("?") and "4" in row.text
-
-
-def test_long_prompts():
-    length = len(TEMPLATE.format(question=ROWS[0].prompt))
-    assert [prompt.index for prompt in tokenize_prompts(ROWS[::-1], Characters(), TEMPLATE, length, "filter")] == [1]
-    with pytest.raises(
-        ValueError,
-        match=rf"the prompt of second has 50 tokens, more than task.max_prompt_tokens = {length}",
-    ):
-        tokenize_prompts(ROWS, Characters(), TEMPLATE, length, "error")
-    with pytest.raises(ValueError, match="all 2 prompts have more than task.max_prompt_tokens = 5 tokens"):
-        tokenize_prompts(ROWS, Characters(), TEMPLATE, 5, "filter")
 
 
 def prompts(count):
@@ -306,8 +298,3 @@ def test_sampler_takes_each_prompt_at_most_once_an_epoch_and_reshuffles():
 def test_sampler_needs_a_batch_of_prompts():
     with pytest.raises(ValueError, match="prompts_per_step = 5 is more than the 4 prompts"):
         PromptSampler(prompts(4), 5, seed=0)
-
-
-def test_a_template_that_cannot_be_filled_is_named():
-    with pytest.raises(ValueError, match=r"task.template = '{question:d}' cannot be filled .*: ValueError"):
-        tokenize_prompts(ROWS, Characters(), "{question:d}", 100, "error")

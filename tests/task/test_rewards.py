@@ -163,19 +163,20 @@ def test_any_text_is_read_or_not_but_never_fails(text):
     assert extract_answer("#### " + text) is None or any(character in "0123456789" for character in text)
 
 
-@given(number=st.integers(0, 10**6), other=st.integers(0, 10**6))
-def test_reward_is_equality_of_numbers(number, other):
-    assert gsm8k_reward(f"so\n#### {other}", number) == float(number == other)
-
-
-def test_equal_numbers_written_differently_score():
-    assert gsm8k_reward("I think\n#### $1,000.00 in all", "1000") == 1.0
-    assert gsm8k_reward("1000", "1000") == 0.0
-    assert gsm8k_reward("#### -0", "0") == 1.0
-
-
-def test_what_has_no_number_scores_nothing():
-    assert gsm8k_reward("3", "3") == gsm8k_reward("3", "three") == gsm8k_reward("#### ", "") == 0.0
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "score"),
+    [
+        ("I think\n#### $1,000.00 in all", "1000", 1.0),
+        ("#### 1000", "1001", 0.0),
+        ("1000", "1000", 0.0),
+        ("#### -0", "0", 1.0),
+        ("3", "3", 0.0),
+        ("3", "three", 0.0),
+        ("#### ", "", 0.0),
+    ],
+)
+def test_equal_numbers_score(response, ground_truth, score):
+    assert gsm8k_reward(response, ground_truth) == score
 
 
 @pytest.mark.parametrize(
@@ -201,17 +202,12 @@ def test_the_strict_format_is_that_of_verl(response, ground_truth, score):
     assert gsm8k_strict_reward(response, ground_truth) == score
 
 
-def test_digits():
-    assert digits_reward("") == 0.0
-    assert digits_reward("1234") == 1.0
-    assert digits_reward("a1b2") == 0.5
-    assert digits_reward("\u0663\u00b2") == 0.0
-
-
 @given(st.text())
-def test_digits_is_a_share(text):
-    assert 0.0 <= digits_reward(text) <= 1.0
-    assert digits_reward(text + "7") > digits_reward(text) or digits_reward(text) == 1.0
+@example("a1b2")
+@example("\u0663\u00b2")
+def test_digits_are_a_share(text):
+    assert digits_reward("") == 0.0
+    assert digits_reward(text) == sum(each in "0123456789" for each in text) / max(1, len(text))
 
 
 ROW = Row("How many?", "7", "rows.jsonl line 3")

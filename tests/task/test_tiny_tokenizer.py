@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from harness.task.arithmetic import make_problems
 from harness.task.tiny_models import train_tokenizer
@@ -17,20 +18,20 @@ def test_any_text_decodes_back(text):
     assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
-def test_special_tokens_and_size():
-    assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.bos_token_id) == (
-        0,
-        1,
-        None,
-    )
-    assert len(TOKENIZER) == 512
-    assert TOKENIZER.decode([0, *TOKENIZER.encode("a 1"), 1], skip_special_tokens=True) == "a 1"
-
-
-def test_merges_are_used_and_digits_stay_apart():
+def test_size_special_tokens_and_merges_in_memory_and_from_a_folder(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    for tokenizer in (TOKENIZER, AutoTokenizer.from_pretrained(tmp_path)):
+        assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, len(tokenizer)) == (
+            0,
+            1,
+            None,
+            512,
+        )
+        assert tokenizer.decode([0, *tokenizer.encode("a 1"), 1], skip_special_tokens=True) == "a 1"
+        assert tokenizer.encode(TEXTS[0]) == TOKENIZER.encode(TEXTS[0])
     text = "How many apples does Ana have?"
     assert len(TOKENIZER.encode(text)) < len(text) / 2
-    assert len(TOKENIZER.encode("2024")) == 4
+    assert len(TOKENIZER.encode("2024")) == 4, "digits stay apart"
 
 
 def test_same_texts_same_tokenizer():
@@ -44,15 +45,6 @@ def test_few_texts_are_filled_up_with_special_tokens():
     small = train_tokenizer(["aab"], 300)
     assert len(small) == 300
     assert small.decode([299, *small.encode("aab 9")], skip_special_tokens=True) == "aab 9"
-
-
-def test_round_trip_through_a_folder(tmp_path):
-    from transformers import AutoTokenizer
-
-    TOKENIZER.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded.encode(TEXTS[0]) == TOKENIZER.encode(TEXTS[0])
-    assert (loaded.pad_token_id, loaded.eos_token_id, len(loaded)) == (0, 1, 512)
 
 
 def test_vocabulary_too_small_for_the_bytes():
