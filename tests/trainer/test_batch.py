@@ -16,27 +16,18 @@ def example() -> Batch:
     return from_sequences([[5, 6], [7], [8, 9, 10]], [[11], [12, 13, 14], [15, 16]], pad_id=3)
 
 
-def test_from_sequences_pads_on_the_right() -> None:
+def test_sequences_are_padded_on_the_right_to_any_width_and_numbers_follow_the_responses() -> None:
     batch = example()
     assert batch.input_ids.tolist() == [[5, 6, 11, 3, 3], [7, 12, 13, 14, 3], [8, 9, 10, 15, 16]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
     assert batch.response_mask.tolist() == [[0, 0, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1]]
     assert {tensor.dtype for tensor in batch.tensors().values()} == {torch.int64}
-
-
-def test_scatter_responses_follows_the_response_mask() -> None:
-    aligned = scatter_responses([[-1.0], [-2.0, -3.0, -4.0], [-5.0, -6.0]], example())
+    aligned = scatter_responses([[-1.0], [-2.0, -3.0, -4.0], [-5.0, -6.0]], batch)
     assert aligned.tolist() == [[0, 0, -1, 0, 0], [0, -2, -3, -4, 0], [0, 0, 0, -5, -6]]
-
-
-def test_a_field_that_is_not_set_is_named() -> None:
     with pytest.raises(KeyError, match="returns"):
-        example().require("returns")
-
-
-def test_a_batch_takes_another_width() -> None:
-    narrow, wide = example().as_wide_as(4), example().replace(scores=torch.arange(3.0)).as_wide_as(6)
-    assert torch.equal(narrow.input_ids, example().input_ids[:, :4])
+        batch.require("returns")
+    narrow, wide = batch.as_wide_as(4), batch.replace(scores=torch.arange(3.0)).as_wide_as(6)
+    assert torch.equal(narrow.input_ids, batch.input_ids[:, :4])
     assert wide.attention_mask.tolist()[2] == [1, 1, 1, 1, 1, 0] and wide.require("scores").tolist() == [0, 1, 2]
 
 

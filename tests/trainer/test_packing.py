@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Llama4TextConfig, MambaConfig, MistralConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig
 
 from harness.task.tiny_models import ARCHITECTURES, tiny_config
 from harness.trainer.actor import token_log_probs
@@ -48,16 +48,3 @@ def test_a_packed_row_has_every_token_once_and_positions_restart() -> None:
     inputs = model_inputs(batch, packed=True)
     assert inputs["sequence_lengths"] == (5, 14, 2) and inputs["input_ids"].shape == (1, 21)
     assert inputs["position_ids"][0].tolist() == [*range(5), *range(14), *range(2)]
-
-
-@pytest.mark.parametrize(
-    ("config", "part"),
-    [
-        (MambaConfig(), "a recurrent state"),
-        (Llama4TextConfig(), "chunked_attention"),
-    ],
-    ids=lambda value: getattr(value, "model_type", None),
-)
-def test_a_model_that_would_mix_sequences_is_refused(config: Any, part: str) -> None:
-    with pytest.raises(ValueError, match=f"model.packed = true cannot work: .*{part}"):
-        choose_attention(config, "eager", packed=True)

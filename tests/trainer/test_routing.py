@@ -100,13 +100,16 @@ def test_another_expert_is_counted_at_the_token_after_and_a_replay_takes_it(name
     assert not moved[[each for each in range(4) if each != row]].any()
 
 
-def test_a_token_of_which_the_engine_said_nothing_is_marked_and_routed_by_the_trainer() -> None:
+def test_a_token_of_which_the_engine_said_nothing_is_routed_by_the_trainer_and_nothing_is_watched_at_rest() -> None:
     model = model_of("qwen3_moe")
     routers, batch = Routers(model), batch_of(model)
     own, differing = log_probs(model, routers, batch, packed=False, replay=False)
     replayed, _ = log_probs(model, routers, batch, packed=False, replay=True)
     assert torch.equal(own, replayed)
     assert (differing[batch.response_mask.bool()] == NOT_RECORDED).all()
+    routers.rest()
+    token_log_probs(model, batch, 1.0)
+    assert not routers._chosen and not routers._open
 
 
 def expected_weights(name: str, gate: Any, hidden: Tensor, experts: Tensor) -> Tensor:
@@ -118,44 +121,25 @@ def expected_weights(name: str, gate: Any, hidden: Tensor, experts: Tensor) -> T
 
 
 @both_models
-def test_a_replay_gives_the_engines_experts_the_weights_of_the_trainers_router(name: str) -> None:
-    model = model_of(name)
-    routers, batch = Routers(model), batch_of(model)
-    generator = torch.Generator().manual_seed(0)
-    routed = torch.rand((*batch.require("routed_experts").shape[:3], 8), generator=generator).topk(2).indices.int()
-    batch = batch.replace(routed_experts=routed)
-    seen: dict[str, Any] = {}
-    block: Any = blocks_of(model)[1]
-    block.experts.register_forward_pre_hook(lambda module, inputs: seen.update(inputs=inputs))
-    log_probs(model, routers, batch, packed=False, replay=True)
-    hidden, experts, weights = seen["inputs"]
-    assert torch.equal(experts, routed[:, :, 1].flatten(0, 1).long())
-    assert torch.allclose(weights, expected_weights(name, block.gate, hidden, experts), atol=1e-6)
-
-
-@both_models
-def test_the_routers_learn_in_a_replay_and_checkpointing_computes_the_same_gradient(name: str) -> None:
+def test_a_replay_weighs_the_engines_experts_by_the_trainers_router_which_learns(name: str) -> None:
     gradients = []
     for checkpointing in (False, True):
         model = model_of(name, checkpointing=checkpointing)
         routers, batch = Routers(model), batch_of(model)
-        routed = torch.randint(0, 4, batch.require("routed_experts").shape, generator=torch.Generator().manual_seed(0))
-        routed[..., 1] += 4
-        batch = batch.replace(routed_experts=routed.int())
-        found, _ = log_probs(model, routers, batch, packed=False, replay=True)
-        found[batch.response_mask.bool()].sum().backward()
+        generator = torch.Generator().manual_seed(0)
+        routed = torch.rand((*batch.require("routed_experts").shape[:3], 8), generator=generator).topk(2).indices.int()
+        batch = batch.replace(routed_experts=routed)
+        seen: dict[str, Any] = {}
         block: Any = blocks_of(model)[1]
+        hook = block.experts.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.update(inputs=inputs))
+        found, _ = log_probs(model, routers, batch, packed=False, replay=True)
+        hook.remove()  # checkpointing computes the layer again
+        hidden, experts, weights = seen["inputs"]
+        assert torch.equal(experts, routed[:, :, 1].flatten(0, 1).long())
+        assert torch.allclose(weights, expected_weights(name, block.gate, hidden, experts), atol=1e-6)
+        found[batch.response_mask.bool()].sum().backward()
         gradients.append(block.gate.weight.grad)
     assert gradients[0].abs().sum() > 0 and torch.equal(*gradients)
-
-
-def test_at_rest_nothing_is_watched() -> None:
-    model = model_of("qwen3_moe")
-    routers, batch = Routers(model), batch_of(model)
-    log_probs(model, routers, batch, packed=False, replay=True)
-    routers.rest()
-    token_log_probs(model, batch, 1.0)
-    assert not routers._chosen and not routers._open
 
 
 def test_a_model_whose_choice_cannot_be_seen_is_named() -> None:

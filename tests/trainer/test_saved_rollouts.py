@@ -24,21 +24,23 @@ def of(words: str, rank: int = 1) -> SavedRollouts:
     return found
 
 
+def checked(words: str, first: int = 0) -> None:
+    of(words).check(parse(words.split()).config, first)
+
+
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
-    saved, made = of(f"--rollout.save {tmp_path}/new"), batch()
-    saved.check(parse(["--rollout.save", "here"]).config)
-    saved.save(2, made)
-    loaded = of(f"--rollout.load {tmp_path}/new").load(2)
-    assert loaded.tensors().keys() == made.tensors().keys()
-    assert all(torch.equal(loaded.require(name), tensor) for name, tensor in made.tensors().items())
-    assert [file.name for file in (tmp_path / "new").iterdir()] == ["step00002-rank0001.safetensors"]
-
-
-def test_a_long_run_keeps_all_its_steps(tmp_path: Path) -> None:
-    saved = of(f"--rollout.save {tmp_path}")
-    for step in (99_999, 100_000):
-        saved.save(step, batch())
-    assert [len(saved.load(step)) for step in (99_999, 100_000)] == [2, 2]
+    folder, made, steps = tmp_path / "new", batch(), (2, 99_999, 100_000)
+    checked(f"--rollout.save {folder}")
+    for step in steps:
+        of(f"--rollout.save {folder}").save(step, made)
+    # The learner's own settings are free.
+    free = "--rollout.truncated mask --actor.learning_rate 1 --algorithm.advantage grpo --model.packed"
+    for step in steps:
+        loaded = of(f"--rollout.load {folder} {free}").load(step)
+        assert loaded.tensors().keys() == made.tensors().keys()
+        assert all(torch.equal(loaded.require(name), tensor) for name, tensor in made.tensors().items())
+    names = {f"step{number}-rank0001.safetensors" for number in ("00002", "99999", "100000")}
+    assert {file.name for file in folder.iterdir()} == names
 
 
 def test_experts_are_loaded_where_they_are_needed_and_missing_ones_are_named(tmp_path: Path) -> None:
@@ -55,13 +57,13 @@ def test_experts_are_loaded_where_they_are_needed_and_missing_ones_are_named(tmp
 
 def test_a_resumed_run_goes_on_in_its_folder_and_what_came_after_its_checkpoint_goes(tmp_path: Path) -> None:
     words = f"--rollout.save {tmp_path}"
-    saved, config = of(words), parse(words.split()).config
+    saved = of(words)
     for step in (2, 3, 4, 5):
         saved.save(step, batch())
     of(words, rank=0).save(5, batch())
-    saved.check(config, first=3)
+    checked(words, first=3)
     with pytest.raises(ValueError, match='with model.name = "qwen2", but this run has "llama"'):
-        of(f"{words} --model.name llama").check(config, first=3)
+        checked(f"{words} --model.name llama", first=3)
     assert len(list(tmp_path.iterdir())) == 5, "until the step is made again"
     saved.save(3, batch())
     kept = {"step00002-rank0001", "step00003-rank0001", "step00005-rank0000"}
@@ -94,54 +96,35 @@ def test_a_resumed_run_goes_on_in_its_folder_and_what_came_after_its_checkpoint_
 def test_rollouts_of_another_run_are_refused(words: str, said: str, tmp_path: Path) -> None:
     for step in range(3):
         of(f"--rollout.save {tmp_path}").save(step, batch())
-    words = f"--rollout.load {tmp_path} {words}"
     with pytest.raises(ValueError, match=said):
-        of(words).check(parse(words.split()).config)
+        checked(f"--rollout.load {tmp_path} {words}")
 
 
 def test_a_step_that_is_missing_is_found_before_the_first_one(tmp_path: Path) -> None:
     saved = of(f"--rollout.save {tmp_path}")
     for step in (0, 2):
         saved.save(step, batch())
-    words = f"--rollout.load {tmp_path}"
-    config = parse(words.split()).config
     with pytest.raises(ValueError, match="step00001-rank0001.safetensors is not there"):
-        of(words).check(config)
-    of(words).check(config, first=2)
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    words = f"--rollout.save {tmp_path}/file/inner"
-    with pytest.raises(ValueError, match="cannot be made: Not a directory"):
-        of(words).check(parse(words.split()).config)
-
-
-def test_the_learners_own_settings_are_free(tmp_path: Path) -> None:
-    of(f"--rollout.save {tmp_path}").save(2, batch())
-    free = "--rollout.truncated mask --actor.learning_rate 1 --algorithm.advantage grpo --model.packed"
-    assert len(of(f"--rollout.load {tmp_path} {free}").load(2)) == 2
-
-
-def test_rollouts_that_do_not_say_how_they_were_made_are_refused(tmp_path: Path) -> None:
-    of(f"--rollout.save {tmp_path}").save(2, batch())
-    saved = of(f"--rollout.load {tmp_path}")
-    save_file(batch().tensors(), saved.file(2), metadata={"mesh": "dp 1, tp 2"})
-    with pytest.raises(ValueError, match=r"with run.seed = \(not recorded\)"):
-        saved.load(2)
+        checked(f"--rollout.load {tmp_path}")
+    checked(f"--rollout.load {tmp_path}", first=2)
 
 
 def test_neither_an_earlier_runs_rollouts_nor_a_file_that_is_cut_off_goes_unseen(tmp_path: Path) -> None:
     words = f"--rollout.save {tmp_path}"
-    of(words).save(0, batch())
-    with pytest.raises(ValueError, match="holds rollouts of another run"):
-        of(words).check(parse(words.split()).config)
-    with pytest.raises(ValueError, match="holds rollouts of another run"):
-        of(words).check(parse(words.split()).config, first=4)
-    (file,) = tmp_path.iterdir()
+    saved = of(words)
+    saved.save(0, batch())
+    for first in (0, 4):
+        with pytest.raises(ValueError, match="holds rollouts of another run"):
+            checked(words, first)
+    file = saved.file(0)
+    with pytest.raises(ValueError, match="cannot be made: Not a directory"):
+        checked(f"--rollout.save {file}/inner")
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read"):
-        of(words).load(0)
+        saved.load(0)
+    save_file(batch().tensors(), file, metadata={"mesh": "dp 1, tp 2"})
+    with pytest.raises(ValueError, match=r"with run.seed = \(not recorded\)"):
+        saved.load(0)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ COMMON = """--parallel.tp 1 --rollout.prompts_per_step 4 --rollout.responses_per
  --critic.learning_rate 5e-5"""
 CASES = {
     "gae": """--run.steps 3 --algorithm.critic_warmup 1 --algorithm.kl_coefficient 0.05 --actor.schedule cosine
- --actor.warmup_steps 2 --actor.entropy_coefficient 0.01 --critic.value_clip 0.1""",
+ --actor.warmup_steps 2 --actor.entropy_coefficient 0.01 --critic.value_clip 0.1
+ --memory.offload_parameters actor,reference --memory.offload_optimizer critic""",
     "grpo": """--run.steps 2 --algorithm.advantage grpo --algorithm.kl_placement loss --algorithm.kl_coefficient 0.05
  --actor.schedule constant_with_warmup --actor.warmup_steps 1""",
-    "without the std": "--run.steps 2 --algorithm.advantage grpo --algorithm.normalize_by_std false",
     "packed, dynamic, offloaded": """--run.steps 2 --model.packed true --task.max_prompt_tokens 9
  --actor.tokens_per_microbatch 24 --memory.offload_parameters actor,critic,reference
  --memory.offload_optimizer actor,critic""",
@@ -68,7 +68,8 @@ def check_optimizer_step(ours: OptimizerStep, exact: OptimizerStep) -> None:
 def test_updates_are_those_of_the_float64_program(case: str, ranks: int, tmp_path: Path) -> None:
     config = parse(f"{COMMON} {CASES[case]}".split()).config
     path = str(tmp_path / "model")
-    tiny_model(tiny_config("qwen2", overrides={"initializer_range": 0.05}), seed=0).save_pretrained(path)
+    overrides = {"initializer_range": 0.05, "tie_word_embeddings": case == "gae"}
+    tiny_model(tiny_config("qwen2", overrides=overrides), seed=0).save_pretrained(path)
     rows = fixed_responses(config, path)
     found = on_ranks(run_harness, ranks, tmp_path, config, path, rows)[0]
     exact = Float64Ppo(config, path, found["before"].get("critic", {}).get("value_head.weight"), rows)
@@ -87,3 +88,12 @@ def test_updates_are_those_of_the_float64_program(case: str, ranks: int, tmp_pat
     assert taken == [0] * config.algorithm.critic_warmup + [4] * (len(taken) - config.algorithm.critic_warmup)
     assert any(metrics.get("actor/clip_fraction") for metrics in found["metrics"])
     assert found["metrics"][-1]["actor/learning_rate"] == found["steps"][-1].actor[-1].learning_rate
+    for old, step, metrics in zip(found["old_values"], found["steps"], found["metrics"], strict=True):
+        if old:
+            returns, error = torch.cat(step.returns).double(), torch.cat(step.returns).double() - torch.cat(old)
+            explained = 1 - error.var(unbiased=False) / returns.var(unbiased=False)
+            assert metrics["critic/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
+    memory = config.memory
+    for role, (parameters, moments, gradients) in found["idle"].items():
+        assert (parameters == 0) == (role in memory.offload_parameters) and gradients == 0, role
+        assert (moments == 0) == (role in memory.offload_optimizer or role == "reference"), role

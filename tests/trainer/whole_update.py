@@ -11,14 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
+from harness.cluster.world import all_gather
 from harness.config.schema import Config
 from harness.learning import Learning
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
 from harness.trainer.estimate import estimate_advantages
-from harness.trainer.learner import Learner
+from harness.trainer.learner import Learner, ShardedModel
 from harness.trainer.model import choose_attention, load_causal_lm
+from harness.trainer.offload import local
 from harness.weight_changes import WeightChanges
 from tests.trainer.float64 import FixedResponse, Float64Ppo, OptimizerStep, PpoStep
 from tests.trainer.sequences import sequences
@@ -59,7 +61,7 @@ def build(config: Config, path: str, mesh: DeviceMesh) -> Learning:
     attention, _ = choose_attention(AutoConfig.from_pretrained(path), "auto", config.model.packed)
     load: dict[str, Any] = {"path": path, "dtype": torch.float32, "device": CPU, "mesh": mesh, "attention": attention}
     critic = Critic(load_causal_lm(**load, value_head=True), config, mesh, CPU) if config.algorithm.has_critic else None
-    actor = Actor(load_causal_lm(**load), config, mesh, CPU)
+    actor = Actor(load_causal_lm(**load, gradient_checkpointing=True), config, mesh, CPU)
     reference = Reference(load_causal_lm(**load), config, mesh, CPU)
     learners = {each.role: each for each in (actor, critic) if each}
     return Learning(
@@ -123,24 +125,36 @@ def run_harness(rank: int, config: Config, path: str, rows: list[FixedResponse])
     batch = local_batch(rows[rank * share : (rank + 1) * share])
     recorders = {role: Recorder(learner) for role, learner in learners.items()}
     before = {role: weights(learner) for role, learner in learners.items()}
-    steps, metrics = [], []
+    steps, old_values, metrics = [], [], []
     minibatches: list[dict[str, list[list[int]]]] = []
     for index in range(config.run.steps):
         with ppo.actor.on_device():
             rollout = batch.replace(old_log_probs=ppo.actor.log_probs(batch)[0])
-        steps.append(estimated(ppo, rollout))
+        step, old = estimated(ppo, rollout)
+        steps.append(step)
+        old_values.append(old)
         metrics.append(ppo.learn(index, rollout))
         for role, recorder in recorders.items():
             setattr(steps[-1], role, recorder.steps)
         minibatches.append({role: recorder.minibatches for role, recorder in recorders.items()})
         for recorder in recorders.values():
             recorder.steps, recorder.minibatches = [], []
+    idle = {each.role: at_rest(each) for each in (*learners.values(), ppo.reference) if each}
     after = {role: weights(learner) for role, learner in learners.items()}
-    return {"steps": steps, "minibatches": minibatches, "before": before, "after": after, "metrics": metrics}
+    found = {"steps": steps, "old_values": old_values, "minibatches": minibatches, "metrics": metrics, "idle": idle}
+    return found | {"before": before, "after": after}
 
 
-def estimated(ppo: Learning, batch: Batch) -> PpoStep:
-    """Advantages, and with a critic returns, of the responses of all ranks."""
+def at_rest(model: ShardedModel) -> tuple[int, int, int]:
+    """Bytes that this rank's shards of the parameters and of AdamW's moments have between uses, and the gradients."""
+    moments = model.moments() if isinstance(model, Learner) else ()
+    parameters = list(model.model.parameters())
+    held, of_moments = (sum(local(each).untyped_storage().nbytes() for each in some) for some in (parameters, moments))
+    return held, of_moments, sum(each.grad is not None for each in parameters)
+
+
+def estimated(ppo: Learning, batch: Batch) -> tuple[PpoStep, list[Tensor]]:
+    """Advantages, with a critic returns, and its values before the update, of the responses of all ranks."""
     assert ppo.reference
     with ppo.reference.on_device():
         given = batch.replace(reference_log_probs=ppo.reference.log_probs(batch)[0])
@@ -148,7 +162,8 @@ def estimated(ppo: Learning, batch: Batch) -> PpoStep:
         with ppo.critic.on_device():
             given = given.replace(old_values=ppo.critic.values(batch))
     done = estimate_advantages(given, ppo.config)[0].tensors()
-    mine = {name: of_responses(done[name], batch) for name in ("advantages", "returns") if name in done}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return PpoStep(**{name: [row for each in gathered for row in each[name]] for name in mine})
+    names = [name for name in ("advantages", "returns", "old_values") if name in done]
+    gathered = all_gather({name: of_responses(done[name], batch) for name in names})
+    found = {name: [row for each in gathered for row in each[name]] for name in names}
+    old = found.pop("old_values", [])
+    return PpoStep(**found), old
