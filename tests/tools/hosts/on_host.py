@@ -7,8 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -71,37 +69,6 @@ def ping(index: int, name: str) -> None:
                 peer.sendall(b"!")
         if index:
             say(trips=trips, peer=peer.getpeername()[0], own=peer.getsockname()[0])
-
-
-def datagrams(index: int, name: str, count: str, pause: str) -> None:
-    """Numbered datagrams from host1 to host0, which says which came. Host1 begins once host0 has answered."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
-        if index == 0:
-            peer.bind(("", PORT))
-            peer.settimeout(SECONDS)
-            say(came=list(numbers_from(peer)))
-            return
-        peer.settimeout(0.1)
-        while True:
-            peer.sendto(b"?", (name, PORT))
-            with suppress(TimeoutError):
-                peer.recv(1)
-                break
-        for number in range(int(count)):
-            peer.sendto(str(number).encode(), (name, PORT))
-            time.sleep(float(pause))
-
-
-def numbers_from(peer: socket.socket) -> Iterator[int]:
-    """Answer questions, and yield the numbers that come after them, until there is silence."""
-    with suppress(TimeoutError):
-        while True:
-            said, sender = peer.recvfrom(16)
-            if said == b"?":
-                peer.sendto(b"!", sender)
-            else:
-                peer.settimeout(1.0)
-                yield int(said)
 
 
 def phases(index: int, name: str) -> None:

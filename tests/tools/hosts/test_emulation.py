@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.tools.hosts.hosts import LAUNCH, ON_HOST, command, needs_namespaces, run
+from tests.tools.hosts.hosts import ON_HOST, command, needs_namespaces, run
 
 ISOLATIONS = [pytest.param("namespaces", marks=needs_namespaces), "processes"]
 MAINLY_NAMESPACES = [ISOLATIONS[0], pytest.param("processes", marks=pytest.mark.long)]
@@ -142,22 +142,3 @@ def test_a_time_that_never_came_is_a_mistake() -> None:
     answer = run("--isolation", "processes", "--kill", "host1@600s", "--", ON_HOST, "nothing")
     assert answer.code == 2
     assert "kill host1 600 s after the start never happened" in answer.console[-1]
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "sentence"),
-    [
-        (("--cut", "host7@sync"), 2, "error: --cut must name one of the hosts host0, host1"),
-        (
-            ("--kill", "host1@snyc:1"),
-            2,
-            "error: --kill host1@snyc:1 cannot work: snyc is not a phase; the nearest is sync.",
-        ),
-        (("--isolation", "processes", "--cut", "host1@sync"), 2, "error: --cut needs hosts in namespaces"),
-    ],
-)
-def test_a_mistake_is_one_sentence_before_anything_starts(words: tuple[str, ...], code: int, sentence: str) -> None:
-    answer = run(*words, "--", ON_HOST, launcher=LAUNCH)
-    assert answer.code == code
-    assert answer.output.startswith(sentence)
-    assert len(answer.output.splitlines()) == 1

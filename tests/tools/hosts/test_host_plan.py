@@ -29,20 +29,14 @@ def test_a_host_has_a_rank_for_each_of_its_gpus_or_one() -> None:
     assert plan(HostsOptions(), visible=("0", "1", "2", "3")).ranks_per_host == 2
 
 
-def test_torchrun_over_a_rendezvous() -> None:
+def test_torchrun_finds_the_others_over_a_rendezvous_or_by_a_master_and_ranks_of_nodes() -> None:
     made = plan(HostsOptions(ranks_per_host=2))
     assert torchrun(made, made.hosts[1], 29500) == (
         sys.executable, str(TORCHRUN), "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
         "--rdzv-endpoint=10.77.0.1:29500", "--rdzv-id=hosts", *SCRIPT,
     )  # fmt: skip
-
-
-def test_torchrun_over_ipv6_puts_the_address_in_brackets() -> None:
     made = plan(HostsOptions(network="ipv6"))
     assert "--rdzv-endpoint=[fd77::1]:7" in torchrun(made, made.hosts[0], 7)
-
-
-def test_torchrun_with_a_master_and_ranks_of_nodes() -> None:
     made = plan(HostsOptions(rendezvous="static", master="hostname", network="both"))
     words = torchrun(made, made.hosts[1], 29500)
     assert words[4:7] == ("--node-rank=1", "--master-addr=host0", "--master-port=29500")
@@ -113,13 +107,6 @@ def test_a_mistake_is_named(options: HostsOptions, facts: tuple[str, ...]) -> No
     assert all(fact in str(raised.value) for fact in facts)
 
 
-def test_a_missing_script_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="there is no script to run; give one after --"):
-        make_plan(HostsOptions(), (), "", ())
-    with pytest.raises(ValueError, match="launch/none.py"):
-        make_plan(HostsOptions(), ("launch/none.py",), "", ())
-
-
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
@@ -133,6 +120,21 @@ def test_what_this_machine_refuses_is_no_mistake(options: HostsOptions, facts: t
     assert all(fact in str(raised.value) for fact in facts)
 
 
-def test_a_script_without_two_dashes_before_it_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert hosts.main(["launch/doctor.py"]) == 2
-    assert "put -- before launch/doctor.py" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("launch/doctor.py",), "put -- before launch/doctor.py"),
+        (
+            ("--isolation", "processes", "--cut", "host7@sync", "--", __file__),
+            "error: --cut must name one of the hosts host0, host1",
+        ),
+        (("--isolation", "processes", "--"), "there is no script to run; give one after --"),
+        (("--isolation", "processes", "--", "launch/none.py"), "launch/none.py"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_anything_starts(
+    words: tuple[str, ...], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert hosts.main(list(words)) == 2
+    output, errors = capfd.readouterr()
+    assert said in errors and len(errors.splitlines()) == 1 and output == ""
