@@ -1,7 +1,6 @@
 """Run all phases of a PPO run with an all-reduce in each, under harness.run, without SGLang.
 
-It starts in seconds, and a test can harm it in any phase. Arguments: those of launch/ppo.py, and --hang RANK@PHASE:
-that rank hangs at the end of the phase.
+It starts in seconds, and a test can harm it in any phase. Arguments: those of launch/ppo.py.
 """
 
 import sys
@@ -12,12 +11,6 @@ from harness.runtime.events import MEET, PHASES, RUN
 from harness.tools.command_line import parse
 
 IN_PHASE_SECONDS = 0.05
-words = sys.argv[1:]
-hang = ""
-if "--hang" in words:
-    at = words.index("--hang")
-    hang = words[at + 1]
-    del words[at : at + 2]
 
 
 def phases_only(context: RunContext) -> str:
@@ -32,8 +25,6 @@ def phases_only(context: RunContext) -> str:
                     dist.all_reduce(torch.ones(1))
                     time.sleep(IN_PHASE_SECONDS)
                     dist.all_reduce(torch.ones(1))
-                    if hang == f"{context.world.rank}@{name}":
-                        time.sleep(600)
     return "PASSED: all phases"
 
 
@@ -41,5 +32,5 @@ if __name__ == "__main__":
     from harness.run import run
     from harness.tools.observers import standard_observers
 
-    config = parse(words).config
+    config = parse(sys.argv[1:]).config
     sys.exit(run(config, standard_observers(config), phases_only))

@@ -50,7 +50,7 @@ def main() -> None:
         world_size=said["world_size"],
         local_world_size=len(said["ranks"]),
         heartbeat_timeout=said.get("heartbeat_timeout", 2.5),
-        stopped_seconds=said.get("stopped_seconds", 60.0),
+        stopped_seconds=60.0,
     )
     client.connect(rank, int(os.environ["LOCAL_RANK"]), OpenPhases(phase_timeouts, 600.0), settings)
     for word in said["orders"][str(rank)].split():

@@ -88,17 +88,12 @@ def hello(rank: int) -> bytes:
 
 
 @as_root
-def test_the_socket_is_closed_to_other_users(listener: tuple[socket.socket, Path, str]) -> None:
-    _, folder, _ = listener
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert as_other_user(folder / channel.FILE) == "PermissionError"
-
-
-@as_root
-def test_a_connection_of_another_user_is_closed(
+def test_another_user_reaches_neither_the_socket_nor_the_watchdog(
     listener: tuple[socket.socket, Path, str], watched: Callable[[int], Watchdog]
 ) -> None:
     _, folder, _ = listener
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert as_other_user(folder / channel.FILE) == "PermissionError"
     folder.chmod(0o755)
     (folder / channel.FILE).chmod(0o777)
     assert as_other_user(folder / channel.FILE) == "connected"
@@ -245,10 +240,8 @@ def pair(doors: list[socket.socket], clocks: list[Callable[[], float]], lost_sec
     ]
 
 
-def exchange(
-    speaker: Heartbeats, hearer: Heartbeats, failures: list[Failure] | None = None, left: bool = False
-) -> None:
-    speaker.beat({speaker.met.own: PLACE}, failures or [], left)
+def exchange(speaker: Heartbeats, hearer: Heartbeats, *failures: Failure, left: bool = False) -> None:
+    speaker.beat({speaker.met.own: PLACE}, failures, left)
     wait_for_datagram(hearer.socket)
     hearer.listen()
 
@@ -257,26 +250,20 @@ def wait_for_datagram(door: socket.socket) -> None:
     assert select.select([door], [], [], 10)[0]
 
 
-def test_a_beat_tells_where_ranks_are_over_ipv4_and_ipv6(doors: list[socket.socket]) -> None:
-    first, second = pair(doors, [time.time, time.time])
+def test_a_beat_tells_where_ranks_are_and_what_failed_over_ipv4_and_ipv6(doors: list[socket.socket]) -> None:
+    ahead = 137.0  # clocks of hosts may differ
+    first, second = pair(doors, [time.time, lambda: time.time() + ahead])
     assert [str(node) for node in first.silent()] == ["host1 (rank 1)"]
+    happened = time.time()
     exchange(first, second)
-    exchange(second, first)
+    exchange(second, first, Failure(kind="died", time=happened + ahead, host="host1", ranks=(1,)))
     assert first.peers[1].places == {1: PLACE}
     assert second.peers[0].places == {0: PLACE}
     assert first.silent() == []
-
-
-def test_clocks_of_hosts_may_differ(doors: list[socket.socket]) -> None:
-    ahead = 137.0
-    first, second = pair(doors, [time.time, lambda: time.time() + ahead])
-    happened = time.time()
-    failure = Failure(kind="died", time=happened + ahead, host="host1", ranks=(1,))
-    exchange(second, first, [failure])
     assert first.peers[1].failures[0].time == pytest.approx(happened, abs=0.05)
 
 
-def test_only_a_host_that_was_heard_can_be_lost_and_only_once(doors: list[socket.socket]) -> None:
+def test_only_a_host_that_was_heard_can_be_lost_once_and_not_after_its_farewell(doors: list[socket.socket]) -> None:
     now = [100.0, 100.0]
     first, second = pair(doors, [lambda: now[0], lambda: now[1]])
     now[0] = 200
@@ -289,10 +276,6 @@ def test_only_a_host_that_was_heard_can_be_lost_and_only_once(doors: list[socket
     assert [peer.node.host for peer in first.newly_lost()] == ["host1"]
     assert first.newly_lost() == []
     assert first.all_heard_since(200.5)
-
-
-def test_a_host_that_announced_its_exit_is_not_lost(doors: list[socket.socket]) -> None:
-    now = [100.0]
     first, second = pair(doors, [lambda: now[0], time.time])
     exchange(second, first, left=True)
     now[0] += 60
@@ -311,32 +294,28 @@ def signed(beat: object, key: bytes = KEY) -> bytes:
 
 
 BEAT = {"node": 1, "to": 0, "count": 1, "places": {}, "failures": [], "left": True}
+NO_BEATS = {
+    "garbage": b"[" * 50_000,
+    "unsigned": json.dumps(BEAT).encode(),
+    "another key": signed(BEAT, b"guessed"),
+    "to another host": signed(BEAT | {"to": 1}),
+    "no beat": signed([]),
+}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"[" * 50_000, json.dumps(BEAT).encode(), signed(BEAT, b"guessed"), signed(BEAT | {"to": 1}), signed([])],
-    ids=["garbage", "unsigned", "another key", "to another host", "no beat"],
-)
-def test_a_datagram_that_is_not_a_beat_of_this_run_is_ignored(doors: list[socket.socket], data: bytes) -> None:
-    first, second = pair(doors, [time.time, time.time])
-    send(doors[0], data)
-    first.listen()
-    assert not first.peers[1].left
-    exchange(second, first)
-    exchange(second, first)
-    assert first.peers[1].places == {1: PLACE}
-
-
-def test_a_repeated_beat_is_ignored(doors: list[socket.socket]) -> None:
+def test_a_datagram_that_is_no_new_beat_of_this_run_is_ignored(doors: list[socket.socket]) -> None:
     now = [100.0]
     first, second = pair(doors, [lambda: now[0], time.time])
+    for name, data in NO_BEATS.items():
+        send(doors[0], data)
+        first.listen()
+        assert not first.peers[1].left, name
     second.beat({1: PLACE}, [])
     wait_for_datagram(doors[0])
     recorded = doors[0].recv(60_000)
     send(doors[0], recorded)
     first.listen()
-    assert first.peers[1].heard == 100.0
+    assert first.peers[1].places == {1: PLACE} and first.peers[1].heard == 100.0
     now[0] = 106.0
     send(doors[0], recorded)
     first.listen()

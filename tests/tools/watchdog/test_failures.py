@@ -43,31 +43,26 @@ CAUSES = [
 ]
 
 
-@pytest.mark.parametrize("error", ECHOES)
-def test_an_error_of_a_broken_connection_may_be_a_consequence(error: str) -> None:
-    assert is_echo(error, rank=1)
+@pytest.mark.parametrize(("error", "echo"), [*((each, True) for each in ECHOES), *((each, False) for each in CAUSES)])
+def test_an_error_of_a_broken_connection_may_be_a_consequence_and_others_are_causes(error: str, echo: bool) -> None:
+    assert is_echo(error, rank=1) == echo
 
 
-@pytest.mark.parametrize("error", CAUSES)
-def test_other_errors_are_causes(error: str) -> None:
-    assert not is_echo(error, rank=1)
-
-
-def failure(kind: Kind, time: float) -> Failure:
-    return Failure(kind=kind, time=time, host="host0", ranks=(0,), phase="sync", step=1, inside=True, error=kind)
-
-
-def test_the_earliest_cause_is_first_and_a_consequence_only_if_there_is_none() -> None:
-    assert first_failure([failure("echo", 1), failure("died", 3), failure("exception", 2)]).kind == "exception"
-    assert first_failure([failure("echo", 2), failure("echo", 1)]).time == 1
-
-
-def test_a_rank_that_vanished_comes_before_ranks_that_torchrun_ended() -> None:
-    assert first_failure([failure("ended", 10.0), failure("vanished", 10.3)]).kind == "vanished"
-    assert first_failure([failure("echo", 10.0), failure("ended", 10.3)]).kind == "ended"
-    assert first_failure([failure("vanished", 10.0), failure("exception", 12.0)]).kind == "exception"
-
-
-def test_a_stopped_rank_comes_before_those_that_wait_for_it() -> None:
-    assert first_failure([failure("deadline", 10.0), failure("stopped", 10.2)]).kind == "stopped"
-    assert first_failure([failure("died", 8.0), failure("stopped", 10.2)]).kind == "died"
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        # The earliest cause, and a consequence only if there is none.
+        (("exception", 2.0), [("echo", 1.0), ("died", 3.0)]),
+        (("echo", 1.0), [("echo", 2.0)]),
+        # A rank that vanished comes before ranks that torchrun ended.
+        (("vanished", 10.3), [("ended", 10.0)]),
+        (("ended", 10.3), [("echo", 10.0)]),
+        (("exception", 12.0), [("vanished", 10.0)]),
+        # A stopped rank comes before those that wait for it.
+        (("stopped", 10.2), [("deadline", 10.0)]),
+        (("died", 8.0), [("stopped", 10.2)]),
+    ],
+)
+def test_the_first_failure(first: tuple[Kind, float], others: list[tuple[Kind, float]]) -> None:
+    failures = [Failure(kind=kind, time=time, host="host0", ranks=(0,)) for kind, time in [*others, first]]
+    assert first_failure(failures) is failures[-1]

@@ -4,13 +4,12 @@ The watchdog's verdict is printed once. launch/torchrun.py keeps torchrun's repo
 torchrun itself a line repeats what the verdict began with.
 """
 
-import os
+import json
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,64 +60,32 @@ def test_an_exception_is_last_with_its_traceback(tmp_path: Path) -> None:
     assert lines[-1].endswith(f"run directory: {tmp_path / 'run'}") and "InjectedFault" in lines[-1]
 
 
-def test_torchruns_report_is_kept_in_the_run_directory(tmp_path: Path) -> None:
-    job = start(tmp_path / "run", "--inject", "kill@values:1:1", launcher="forked")
-    assert job.wait(120) == 1
-    lines = job.output().splitlines()  # at once: nothing is printed after the command has returned
-    assert last(lines, "forked")[-1] == lines[-1]
-    assert job.left_behind() == [] and job.output().splitlines() == lines
-    report = next((tmp_path / "run").glob("torchrun-*.log"))
-    assert report.name in job.output() and TORCHRUNS_OWN in report.read_text()
-
-
 @pytest.mark.long
 def test_a_hang_is_last_with_stacks(tmp_path: Path) -> None:
     lines = last(screen(start(tmp_path / "run", "--inject", "hang@values:1:1", "--run.phase_timeouts.values", "3")))
     assert "rank 1 on " in lines[0] and "is stuck in it (not in a collective); waited for by rank 0" in lines[0]
     assert lines[1].startswith("  rank 0 waits in all_reduce (torch/distributed/distributed_c10d.py:")
     assert lines[2].startswith("  rank 1 was in Injector._hang (harness/tools/inject.py:")
+    assert json.loads(next((tmp_path / "run").glob("failure-*.json")).read_text())["code"] == 124
     assert "_hang (" in next((tmp_path / "run").glob("stacks-*-rank1.txt")).read_text()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "launcher"), [(signal.SIGINT, "plain"), (signal.SIGTERM, "forked")])
-def test_a_run_that_is_told_to_end_says_so_last(tmp_path: Path, number: signal.Signals, launcher: Launcher) -> None:
-    job = start(tmp_path / "run", "--run.steps", "400", launcher=launcher)
-    job.wait_for_phase("generate")
-    # Ctrl-C reaches all of the terminal's processes; a job scheduler tells its own child.
-    os.killpg(job.process.pid, number) if number is signal.SIGINT else job.process.send_signal(number)
-    told = time.monotonic()
-    lines = screen(job)
-    first, *_ = last(lines, launcher)
-    if launcher == "forked":
-        assert job.process.returncode == 128 + number and "the run was interrupted by " in lines[-1]
-    assert time.monotonic() - told < 30
-    assert re.match(
-        rf"FIRST FAILURE: ranks? \d on \S+ (got {number.name}, .*|was killed by {number.name}) (in|after) ", first
-    )
-
-
-@pytest.mark.long
-def test_without_its_launcher_all_ends(tmp_path: Path) -> None:
+def test_a_run_that_a_job_scheduler_ends_says_so_last(tmp_path: Path) -> None:
+    """Ctrl-C in a terminal is in tests/launch/test_interrupts.py."""
     job = start(tmp_path / "run", "--run.steps", "400", launcher="forked")
     job.wait_for_phase("generate")
-    job.look()
-    job.process.send_signal(signal.SIGKILL)
+    job.process.send_signal(signal.SIGTERM)
     told = time.monotonic()
-    [first] = [line for line in screen(job) if line.startswith("FIRST FAILURE: ")]
-    assert time.monotonic() - told < 15 + 5
-    assert re.match(r"FIRST FAILURE: torchrun of ranks 0, 1 on \S+ \(pid \d+\) is gone at ", first), first
+    lines = screen(job)
+    first, *_ = last(lines, "forked")
+    assert job.process.returncode == 128 + signal.SIGTERM and "the run was interrupted by " in lines[-1]
+    assert time.monotonic() - told < 30
+    assert re.match(r"FIRST FAILURE: ranks? \d on \S+ (got SIGTERM, .*|was killed by SIGTERM) (in|after) ", first)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("read_until", "has_folder"),
-    [
-        ("", False),  # before the ranks met, who agree on a run directory
-        ("mesh dp=", True),
-    ],
-)
-def test_a_console_that_nobody_reads_is_named(tmp_path: Path, read_until: str, has_folder: bool) -> None:
+def test_a_console_that_nobody_reads_is_named(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, QUICKSTART]
     with errors.open("w") as stream:
@@ -127,17 +94,11 @@ def test_a_console_that_nobody_reads_is_named(tmp_path: Path, read_until: str, h
         )
         assert process.stdout
         with process.stdout as console:
-            while read_until and read_until not in console.readline().decode():
+            while "mesh dp=" not in console.readline().decode():
                 assert process.poll() is None
     assert process.wait(120) != 0
-    wait_for(lambda: "".join(errors.read_text().splitlines()[-1:]).startswith("first failure, see above: "))
-    said = errors.read_text().splitlines()[-1]
-    assert "ConsoleGone: standard output is a closed pipe" in said
-    assert ("run directory: " in said) == has_folder and (str(tmp_path / "run") in said) == has_folder
-
-
-def wait_for(holds: Callable[[], bool], seconds: float = 15) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
+    end = time.monotonic() + 15
+    while not (said := errors.read_text().splitlines()[-1:]) or not said[0].startswith("first failure, see above: "):
         assert time.monotonic() < end
         time.sleep(0.1)
+    assert "ConsoleGone: standard output is a closed pipe" in said[0] and str(tmp_path / "run") in said[0]

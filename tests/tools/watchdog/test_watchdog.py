@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +23,43 @@ HANG = "begin:meet:0 meet end:meet begin:sync:1 flush hang"
 HANG_WITH_CHILD = HANG.replace("end:meet", "end:meet child")
 
 Start = Callable[..., Hosts]
-
-
 Scenario = Callable[[Start], None]
-SCENARIOS: dict[str, Scenario] = {}
-BY_DEFAULT: list[str] = []
-"""Scenarios that every run of the tests has; the others are marked long."""
+SCENARIOS: list[Any] = []
 AT_ONCE = 3
 
 
-def scenario(by_default: bool = False, **parameters: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a way to fail, with parameters."""
+def scenario(by_default: bool = False) -> Callable[[Scenario], Scenario]:
+    """Register a way to fail; by_default: every run of the tests has it, the others are marked long."""
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        words = [getattr(each, "name", None) or "_".join(each) for key, each in parameters.items() if key != "how"]
-        name = "-".join([function.__name__, *words]).replace(" ", "_")
-        SCENARIOS[name] = partial(function, **parameters)
-        BY_DEFAULT.extend([name] if by_default else [])
+    def register(function: Scenario) -> Scenario:
+        marks = () if by_default else pytest.mark.long
+        SCENARIOS.append(pytest.param(function, id=function.__name__, marks=marks))
         return function
 
     return register
 
 
-def played(folder: Path, name: str) -> None:
+def played(folder: Path, play: Scenario) -> None:
     made: list[Hosts] = []
 
     def begin(ranks: dict[str, list[int]], orders: dict[int, str], by_host: Any = None, **settings: Any) -> Hosts:
-        made.append(Hosts(folder / name, ranks, orders, settings, by_host or {}))
+        made.append(Hosts(folder / play.__name__, ranks, orders, settings, by_host or {}))
         return made[-1].start()
 
     try:
-        SCENARIOS[name](begin)
+        play(begin)
     finally:
         for hosts in made:
             hosts.kill()
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Scenario, Any]]:
     """Play the scenarios that were asked for side by side: most of the time each of them waits."""
     folder = tmp_path_factory.mktemp("scenarios")
-    asked = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
+    asked = [item.callspec.params["play"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {name: pool.submit(played, folder, name) for name in asked}
+        yield {play: pool.submit(played, folder, play) for play in asked}
 
 
 def said_but_warnings(hosts: Hosts) -> list[str]:
@@ -95,16 +88,6 @@ def an_exception_is_named_on_every_host(start: Start) -> None:
 
 
 @scenario(by_default=True)
-def a_killed_rank_is_named_with_its_signal(start: Start) -> None:
-    orders = f"meet child begin:generate:1 wait:1.2 kill:{int(signal.SIGSEGV)}"
-    hosts = start(TWO, {3: orders, -1: HANG})
-    hosts.wait()
-    for host in TWO:
-        pattern = rf"FIRST FAILURE: rank 3 on host1 {ended('was killed by SIGSEGV')} in generate of step 1 at {TIME}.*"
-        assert re.fullmatch(pattern, hosts.verdict(host))
-
-
-@scenario()
 def a_silent_exit_is_named_with_its_code(start: Start) -> None:
     hosts = start(ONE, {1: "meet begin:sync:0 exit:7", -1: HANG})
     hosts.wait()
@@ -125,19 +108,6 @@ def the_rank_that_the_others_wait_for_is_named_at_the_deadline(start: Start) -> 
             " arrived (waited for by ranks 0, 1, 3)"
         )
     assert json.loads((hosts.folder / "failure-host1.json").read_text())["code"] == 124
-
-
-@scenario(by_default=True)
-def a_stopped_rank_is_named_long_before_the_deadline(start: Start) -> None:
-    hosts = start(ONE, {-1: HANG}, stopped_seconds=2.0)  # the deadline is 600 s
-    hosts.wait_until_hanging(0, 1)
-    hosts.processes(kind="stand_in_rank")[0].suspend()
-    hosts.wait()
-    named = (
-        rf"rank \d on host0 was stopped in sync of step 1 \(SIGSTOP, or a debugger\): its limit of 2 s passed at {TIME}"
-    )
-    assert re.match(f"FIRST FAILURE: {named}", hosts.verdict("host0")), hosts.said("host0")
-    assert json.loads((hosts.folder / "failure-host0.json").read_text())["code"] == 124
 
 
 @scenario(by_default=True)
@@ -261,10 +231,6 @@ def a_host_that_was_never_heard_causes_a_warning_only(start: Start) -> None:
     assert "FIRST FAILURE" not in hosts.said("host0") + hosts.said("host1")
 
 
-def names() -> list[Any]:
-    return [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in SCENARIOS]
-
-
-@pytest.mark.parametrize("name", names())
-def test_a_scenario(results: dict[str, Any], name: str) -> None:
-    results[name].result()
+@pytest.mark.parametrize("play", SCENARIOS)
+def test_a_scenario(results: dict[Scenario, Any], play: Scenario) -> None:
+    results[play].result()
