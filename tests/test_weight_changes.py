@@ -58,11 +58,15 @@ def test_an_actor_that_does_not_move_says_why(metrics: dict[str, float], advanta
     assert "the ACTOR DID NOT MOVE (steps 0 to 1: " in watched.verdict() and why in watched.verdict()
 
 
-def test_what_moves_by_weight_decay_alone_has_learned_nothing() -> None:
-    watched = movement()
+@pytest.mark.parametrize(
+    ("role", "advantage", "why"),
+    [("actor", "grpo", "no group's rewards differ"), ("critic", "gae", "its loss has no gradient")],
+)
+def test_what_moves_by_weight_decay_alone_has_learned_nothing(role: str, advantage: str, why: str) -> None:
+    watched = movement(role, advantage)
     step(watched, 0, all_tensors, grad_norm=0.0)
-    assert "actor got no gradient (no group's rewards differ)" in watched.line(0)
-    assert "the ACTOR LEARNED NOTHING" in watched.verdict()
+    assert f"{role} got no gradient ({why})" in watched.line(0)
+    assert f"the {role.upper()} LEARNED NOTHING" in watched.verdict()
 
 
 def test_warm_up_and_a_resumed_run_at_its_end() -> None:
@@ -72,9 +76,3 @@ def test_warm_up_and_a_resumed_run_at_its_end() -> None:
     step(watched, 1, all_tensors)
     assert watched.line(0) == "actor did not move (critic_warmup)"
     assert watched.verdict() == "1 of 2 steps moved the actor (2 of its 2 tensors); not step 0: critic_warmup"
-
-
-def test_a_critic_is_not_told_of_groups() -> None:
-    watched = movement("critic", "gae")
-    step(watched, 0, all_tensors, grad_norm=0.0)
-    assert "critic got no gradient (its loss has no gradient)" in watched.line(0)

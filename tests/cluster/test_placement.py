@@ -268,24 +268,6 @@ def test_all_gpus_of(location: RankLocation, gpus: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "gpu_count", "values"),
-    [
-        (None, 8, ["0,1,2,3,4,5,6,7", "2,3,0,1,4,5,6,7"]),
-        (None, 4, ["0,1,2,3", "2,3,0,1"]),
-        (None, None, ["0,1", "2,3"]),
-        (("3", "1", "0", "2", "7"), None, ["3,1,0,2,7", "0,2,3,1,7"]),
-        (UUIDS[:4], 4, [",".join(UUIDS[:4]), ",".join((*UUIDS[2:4], *UUIDS[:2]))]),
-    ],
-)
-def test_an_engine_sees_its_own_gpus_first(
-    visible: tuple[str, ...] | None, gpu_count: int | None, values: list[str]
-) -> None:
-    locations = [RankLocation(rank, "h0", rank, visible, gpu_count) for rank in range(4)]
-    nodes = _nodes(place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda"))
-    assert [node.cuda_visible_devices for node in nodes] == values
-
-
-@pytest.mark.parametrize(
     ("location", "message"),
     [
         (RankLocation(5, "h", 1, ()), "rank 5 on host h has CUDA_VISIBLE_DEVICES='', which hides every GPU: unset it"),

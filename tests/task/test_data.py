@@ -109,26 +109,25 @@ def test_a_bad_row_names_file_line_and_field(tmp_path, bad, message):
 
 
 def test_errors_of_the_source(tmp_path):
-    with pytest.raises(
-        ValueError,
-        match="a source of rows must be arithmetic, an existing folder or file, or a hub id",
+    given, empty, double = (tmp_path / name for name in ("given", "empty", "double"))
+    for folder in (given, empty, double):
+        folder.mkdir()
+    path = write_jsonl(given, "train", records(1))
+    assert load_rows([str(path)], "any split") == load_rows([str(given)], "train")
+    write_jsonl(given, "test", [])
+    write_jsonl(double, "train", records(1))
+    for file in (double / "train.parquet", tmp_path / "rows.csv"):
+        file.touch()
+    for source, split, said in (
+        (tmp_path / "missing", "train", "must be arithmetic, an existing folder or file, or a hub id"),
+        (empty, "train", "has no .jsonl or .parquet file"),
+        (given, "dev", 'has no file for split "dev"; its splits are test, train'),
+        (given, "test", 'split "test" of .* has no rows'),
+        (tmp_path / "rows.csv", "train", r"rows.csv must be a \.jsonl or \.parquet file"),
+        (double, "train", "must be one file, but .* has train.jsonl and train.parquet"),
     ):
-        load_rows([str(tmp_path / "missing")], "train")
-    with pytest.raises(ValueError, match="has no .jsonl or .parquet file"):
-        load_rows([str(tmp_path)], "train")
-    path = write_jsonl(tmp_path, "train", records(1))
-    write_jsonl(tmp_path, "test", [])
-    with pytest.raises(ValueError, match='has no file for split "dev"; its splits are test, train'):
-        load_rows([str(tmp_path)], "dev")
-    with pytest.raises(ValueError, match='split "test" of .* has no rows'):
-        load_rows([str(tmp_path)], "test")
-    assert load_rows([str(path)], "any split") == load_rows([str(tmp_path)], "train")
-    (tmp_path / "rows.csv").touch()
-    with pytest.raises(ValueError, match=r"rows.csv must be a \.jsonl or \.parquet file"):
-        load_rows([str(tmp_path / "rows.csv")], "train")
-    (tmp_path / "train.parquet").touch()
-    with pytest.raises(ValueError, match="must be one file, but .* has train.jsonl and train.parquet"):
-        load_rows([str(tmp_path)], "train")
+        with pytest.raises(ValueError, match=said):
+            load_rows([str(source)], split)
 
 
 def test_a_hub_that_cannot_be_asked_is_one_sentence_with_its_cause():

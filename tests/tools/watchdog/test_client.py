@@ -43,19 +43,18 @@ def test_the_limit_that_passes_first_counts_and_the_job_has_none_by_itself() -> 
 def test_a_rank_is_in_the_innermost_phase_also_while_an_exception_leaves_it() -> None:
     phases = OpenPhases({}, 600.0)
     assert str(phases.place) == "before its first phase"
-    phases.begin(RUN, None)
-    assert str(phases.place) == "before its first phase"
-    phases.begin("save", 1)
-    phases.begin("sync", 1)
-    assert str(phases.place) == "in sync of step 1"
-    phases.end("sync")
-    assert str(phases.place) == "in save of step 1"
-    phases.begin("sync", 1)
-    phases.close("sync")
-    phases.close("save")
-    assert str(phases.place) == "in sync of step 1"
-    phases.end(RUN)
-    assert str(phases.place) == "after sync of step 1"
+    for call, phase, place in (
+        (phases.begin, (RUN, None), "before its first phase"),
+        (phases.begin, ("save", 1), "in save of step 1"),
+        (phases.begin, ("sync", 1), "in sync of step 1"),
+        (phases.end, ("sync",), "in save of step 1"),
+        (phases.begin, ("sync", 1), "in sync of step 1"),
+        (phases.close, ("sync",), "in sync of step 1"),
+        (phases.close, ("save",), "in sync of step 1"),
+        (phases.end, (RUN,), "after sync of step 1"),
+    ):
+        call(*phase)
+        assert str(phases.place) == place
     assert phases.place.progress == 6, "phases begun and ended; one that failed has not ended"
 
 
