@@ -63,7 +63,6 @@ def test_two_ranks_in_microbatches_step_as_one_process_at_once(measurements: Mea
 def test_errors_are_raised_on_every_rank_and_leave_the_model(measurements: Measurements) -> None:
     for rank in measurements:
         errors = rank["errors"]
-        assert errors["infinite"].startswith("the gradient norm of the actor must be finite, got nan")
         assert "at least 1 response token over all ranks, got 0" in errors["silent"]
         assert errors["weights"] == 0
         partly = errors["partly"]  # a minibatch without a token that counts makes no optimizer step
@@ -125,5 +124,3 @@ def test_float32_masters_learn_in_bfloat16_what_float32_does(measurements: Measu
         assert mixed > 0.99 and pure < 0.5, measured["cosine"]
         full, mixed, pure = measured["moved"]
         assert mixed > 0.99 * full and pure < 0.1 * full, measured["moved"]
-        full, mixed, pure = measured["stuck"]
-        assert full == mixed == 0 and pure == 1, "AdamW's second moment decays where there is no gradient"
