@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[3]
@@ -24,6 +25,33 @@ def bare_python() -> str:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     atexit.register(shutil.rmtree, folder)
     return str(folder / "bin" / "python")
+
+
+def git(folder: Path, *words: str, stdin: str | None = None) -> str:
+    run = subprocess.run(
+        ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(folder), *words],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        check=True,
+    )
+    return run.stdout.strip()
+
+
+def commit(checkout: Path, message: str, files: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Write the files and commit them; return the hash."""
+    for name, text in files.items():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(text)
+    git(checkout, "add", "--all")
+    git(checkout, "commit", "-q", "--allow-empty", "-m", message)
+    return git(checkout, "rev-parse", "HEAD")
+
+
+def repository(folder: Path, commits: Sequence[Mapping[str, str]]) -> list[str]:
+    """Make a checkout in which commit N writes its files; return the commits' hashes."""
+    git(folder.parent, "init", "-q", "-b", "main", str(folder))
+    return [commit(folder, f"commit {number}", files) for number, files in enumerate(commits)]
 
 
 @dataclass

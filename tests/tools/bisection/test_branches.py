@@ -2,56 +2,42 @@
 with."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tools.bisection.bisecting import Bench, bare_python
-from tests.tools.bisection.test_git import git
+from harness.config.mistakes import ConfigError
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.bisection.candidates import find_candidates
+from tests.tools.bisection.bisecting import commit, git, repository
+from tests.tools.bisection.planned import bisect_commits, provider_of, question_of, ran
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 
 USE = "import moving, sys\nfrom moving import side\nsys.exit(moving.code or side.code)"
+MAIN, SIDE = "moving/__init__.py", "moving/side.py"
 
 
-def commit(checkout: Path, message: str, **modules: int) -> str:
-    """Set `code` of the package's modules, and commit; return the hash."""
-    for name, code in modules.items():
-        file = checkout / "moving" / ("__init__.py" if name == "main" else f"{name}.py")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"code = {code}\n")
-    git(checkout, "add", "--all")
-    git(checkout, "commit", "-q", "--allow-empty", "-m", message)
-    return git(checkout, "rev-parse", "HEAD")
-
-
-def merged(checkout: Path, *, main: int = 0, side: int = 0) -> str:
+def merged(checkout: Path, breaks: str) -> str:
     """Make a history with a side branch that is merged; return its commit before the last, which passes.
 
     begin - main 1 - main 2 ------ merge - later
         `-- side 1 - side 2 ------'
-    main 2 sets the code of main, side 2 that of the side branch.
+    main 2 or side 2 breaks its own file.
     """
-    git(checkout.parent, "init", "-q", "-b", "main", str(checkout))
-    commit(checkout, "begin", main=0, side=0)
+    repository(checkout, [])
+    commit(checkout, "begin", {MAIN: "code = 0\n", SIDE: "code = 0\n"})
     git(checkout, "branch", "side")
     commit(checkout, "main 1")
-    commit(checkout, "main 2", main=main)
+    commit(checkout, "main 2", {MAIN: "code = 1\n"} if breaks == MAIN else {})
     git(checkout, "checkout", "-q", "side")
     passes = commit(checkout, "side 1")
-    commit(checkout, "side 2", side=side)
+    commit(checkout, "side 2", {SIDE: "code = 1\n"} if breaks == SIDE else {})
     git(checkout, "checkout", "-q", "main")
     git(checkout, "merge", "-q", "--no-ff", "-m", "merge side", "side")
     commit(checkout, "later")
     return passes
-
-
-def ask(tmp_path: Path, good: str, *words: str, bad: str = "main") -> tuple[Bench, subprocess.CompletedProcess[str]]:
-    bench = Bench(tmp_path)
-    asked = ["--git", "checkout", "--package", "moving", "--good", good, "--bad", bad, "--dir", "found", *words]
-    return bench, bench.bisect(*asked, "--python", bare_python(), "--", bench.script(USE))
 
 
 def found_by_git(tmp_path: Path, good: str) -> str:
@@ -64,76 +50,71 @@ def found_by_git(tmp_path: Path, good: str) -> str:
     return git(copy, "log", "-1", "--format=%s", "refs/bisect/bad")
 
 
-def test_a_good_end_on_a_merged_branch_and_the_cause_on_main(tmp_path: Path) -> None:
-    """Main broke before the merge: the good end never saw that, and the merge itself changed nothing."""
-    good = merged(tmp_path / "checkout", main=1)
-    assert found_by_git(tmp_path, good) == "main 2"
-    _, run = ask(tmp_path, good)
-    assert run.returncode == 0 and "main 2; the last good one is" in run.stdout, run.stdout + run.stderr
-    assert f"{good} is on a side branch; the bisect starts where that branch began, at " in run.stdout
-    assert "Confirmed: with " in run.stdout, run.stdout
-
-
-@pytest.mark.long
-def test_a_good_end_on_a_merged_branch_and_the_cause_on_that_branch(tmp_path: Path) -> None:
-    """git names the commit on the branch; the first-parent history has its merge."""
-    good = merged(tmp_path / "checkout", side=1)
-    assert found_by_git(tmp_path, good) == "side 2"
-    _, run = ask(tmp_path, good)
-    assert run.returncode == 0 and "merge side; the last good one is" in run.stdout, run.stdout + run.stderr
-    assert " log --oneline " in (tmp_path / "found" / "report.md").read_text(), "which lists the merge's commits"
+@pytest.mark.parametrize(("breaks", "of_git", "of_main"), [(MAIN, "main 2", "main 2"), (SIDE, "side 2", "merge side")])
+def test_a_good_end_on_a_merged_branch(
+    breaks: str,
+    of_git: str,
+    of_main: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A cause on main before the merge was never in the good end; one on the branch came to main with its merge."""
+    good = merged(tmp_path / "checkout", breaks)
+    assert found_by_git(tmp_path, good) == of_git
+    question = question_of(tmp_path / "checkout", good, "main", package="moving")
+    assert f"{good} is on a side branch; the bisect starts where that branch began, at " in capsys.readouterr().out
+    _, found, said, report = bisect_commits(question, tmp_path, lambda trial: ran(trial, USE), monkeypatch)
+    assert found.kind == "found" and f"{of_main}; the last good one is" in said and "Confirmed: with " in said, said
+    assert " log --oneline " in report, "which lists a merge's commits"
 
 
 def test_a_good_end_without_a_shared_commit(tmp_path: Path) -> None:
     """A history of its own, even after it was merged: nothing on main is known to be older."""
     checkout = tmp_path / "checkout"
-    merged(checkout, main=1)
+    merged(checkout, MAIN)
     git(checkout, "checkout", "-q", "--orphan", "other")
-    commit(checkout, "other", main=0, side=0)
+    commit(checkout, "other")
     for _ in range(2):
-        _, run = ask(tmp_path, "other")
-        assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stdout + run.stderr
-        assert "other shares no commit with the first-parent history of main, which is what is searched" in run.stderr
+        with pytest.raises(ConfigError, match="other shares no commit with the first-parent history of main"):
+            question_of(checkout, "other", "main", package="moving")
         git(checkout, "checkout", "-q", "-f", "main")
         git(checkout, "merge", "-q", "--allow-unrelated-histories", "-s", "ours", "-m", "merge other", "other")
 
 
-@pytest.mark.parametrize("inside", ["python", "libs/files/moving/src"])
-@pytest.mark.parametrize("given", ["", "folder"])
-def test_a_package_in_a_folder_of_the_repository(tmp_path: Path, inside: str, given: str) -> None:
-    """--git names the folder with the package or its pyproject.toml; python/ and src/ are found without that."""
-    bench, checkout = Bench(tmp_path), tmp_path / "checkout"
-    project = checkout / inside.removesuffix("/src")
-    git(tmp_path, "init", "-q", "-b", "main", str(checkout))
-    for number, code in enumerate((0, 0, 1, 1)):
-        (checkout / inside / "moving").mkdir(parents=True, exist_ok=True)
-        (project / "pyproject.toml").write_text("[project]\nname = 'moving'\n")
-        (checkout / inside / "moving" / "__init__.py").write_text(f"code = {code}\n")
-        (checkout / f"number-{number}").touch()
-        git(checkout, "add", "--all")
-        git(checkout, "commit", "-q", "-m", f"commit {number}")
-    is_known = inside == "python" or bool(given)
-    asked = ["--git", str(project if given else checkout), "--good", "main~3", "--bad", "main", "--dir", "found"]
-    run = bench.bisect(
-        *asked, "--python", bare_python(), "--", bench.script("import moving, sys; sys.exit(moving.code)")
-    )
-    if not is_known:
-        assert run.returncode == 2 and "names no package; give --package" in run.stderr, run.stdout + run.stderr
-        return
-    assert run.returncode == 0 and "commit 2; the last good one is" in run.stdout, run.stdout + run.stderr
-    assert "Confirmed: with " in run.stdout, run.stdout
-    place = f"/tmp/moving-{git(checkout, 'rev-parse', 'main~1')[:12]}"
-    assert f" PYTHONPATH={place}/{inside} " in bench.report()
+PROJECT = "[project]\nname = 'moving'\n"
+PLACES = [
+    ({"python/pyproject.toml": PROJECT, "python/moving/__init__.py": ""}, "", "", "python"),
+    ({"python/pyproject.toml": PROJECT, "python/moving/__init__.py": ""}, "python", "", "python"),
+    ({"libs/pyproject.toml": PROJECT, "libs/src/moving/__init__.py": ""}, "libs", "", "libs/src"),
+    # Beside a python/ or src/ with something else in it.
+    ({"src/engine.cpp": "", "moving/__init__.py": ""}, "", "moving", ""),
+    ({"python/setup.cfg": "", "src/moving.py": ""}, "", "moving", "src"),
+    ({"src/engine.cpp": "", "moving/__init__.py": ""}, "", "python-moving", ""),
+]
 
 
-def test_a_folder_that_older_commits_lack(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("files", "given", "package", "place"), PLACES)
+def test_the_package_is_found_where_it_is(
+    files: dict[str, str], given: str, package: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--git names the repository, or the folder with the package or its pyproject.toml."""
+    repository(tmp_path / "checkout", [files, {}])
+    question = question_of(tmp_path / "checkout" / given, "main~1", "main", package=package)
+    assert question.options.package == (package or "moving")
+    made = provider_of(question, tmp_path, monkeypatch).make(find_candidates(question)[0])
+    [path] = made.paths
+    assert path.endswith(f"/files/{place}".rstrip("/")), path
+
+
+def test_a_checkout_that_does_not_say_what_is_bisected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = tmp_path / "checkout"
-    git(tmp_path, "init", "-q", "-b", "main", str(checkout))
-    git(checkout, "commit", "-q", "--allow-empty", "-m", "empty")
-    commit(checkout, "begin", main=1, side=1)
-    bench = Bench(tmp_path)
-    asked = ["--git", "checkout/moving", "--package", "moving", "--good", "main~1", "--bad", "main"]
-    run = bench.bisect(*asked, "--python", bare_python(), "--", bench.script(""))
-    assert run.returncode == 2 and "cannot be installed: it has no folder moving/" in run.stderr, (
-        run.stdout + run.stderr
-    )
+    hashes = repository(checkout, [{}, {"libs/pyproject.toml": PROJECT, "libs/src/moving/__init__.py": ""}])
+    with pytest.raises(ConfigError, match="names no package; give --package"):
+        question_of(checkout, "main~1", "main")
+    with pytest.raises(ConfigError, match="good = main is newer than bad = main~1"):
+        question_of(checkout, "main", "main~1", package="moving")
+    question = question_of(checkout / "libs", "main~1", "main")
+    assert [question.options.good, question.options.bad] == hashes, "a branch moves"
+    with pytest.raises(UnsupportedEnvironment, match="it has no folder libs/"):
+        provider_of(question, tmp_path, monkeypatch).make(find_candidates(question)[0])

@@ -10,8 +10,7 @@ from harness.tools.bisection.imported import imported_by
 from harness.tools.bisection.question import Options, Question
 from harness.tools.trial.environment import Environment
 from harness.tools.trial.trial import Trial
-from tests.tools.bisection.bisecting import Bench, bare_python
-from tests.tools.bisection.test_git import made
+from tests.tools.bisection.bisecting import Bench, bare_python, repository
 
 SITES = ["--package", "moving", "--environments", "sites", "--good", "1.0", "--bad", "1.3", "--dir", "found"]
 USE = "import moving, sys\nsys.exit(moving.code)"
@@ -31,18 +30,10 @@ def put(file: Path, text: str) -> Path:
     return file
 
 
-def test_each_verdict_says_what_was_imported(bench: Bench) -> None:
-    run = bench.bisect(*SITES, "--python", bare_python(), "--", bench.script(USE))
-    assert run.returncode == 0 and "The first bad release is 1.2;" in run.stdout, run.stdout + run.stderr
-    for version in bench.ran():
-        said = f"moving is {bench.folder / 'sites' / version / 'moving' / '__init__.py'}"
-        assert said in run.stdout and said in bench.report()
-
-
 def test_a_script_in_a_flat_checkout(tmp_path: Path) -> None:
     """The package's own working tree lies next to the script, so that every commit passes or fails as it does."""
-    bench = Bench(tmp_path / "checkout" / "python")
-    checkout = made(tmp_path / "checkout", ["code = 0\n", "code = 1\n"])
+    bench, checkout = Bench(tmp_path / "checkout" / "python"), tmp_path / "checkout"
+    repository(checkout, [{"python/moving/__init__.py": f"code = {code}\n"} for code in (0, 1)])
     bench.script(USE)
     asked = ["--git", str(checkout), "--package", "moving", "--good", "main~1", "--bad", "main"]
     run = bench.bisect(*asked, "--python", bare_python(), "--dir", str(tmp_path / "found"), "--", "script.py")

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.tools.trial.environment import uv_binary
-from tests.tools.bisection.bisecting import Bench, bare_python
-from tests.tools.bisection.test_git import git, made
+from tests.tools.bisection.bisecting import Bench, bare_python, repository
 from tests.tools.bisection.wheels import make_wheel
 
 USE = "import moving, os, sys\nprint('ran', os.environ['BISECT_CANDIDATE'], moving.__file__)\nsys.exit(moving.code)\n"
@@ -19,8 +18,8 @@ USE = "import moving, os, sys\nprint('ran', os.environ['BISECT_CANDIDATE'], movi
 def asked_of(source: str, folder: Path) -> list[str]:
     """Two candidates, the second one bad, from one of the sources of candidates."""
     if source == "git":
-        made(folder / "checkout", ["code = 0\n", "code = 7\n"])
-        return ["--git", "checkout", "--good", "main~1", "--bad", "main", "--python", bare_python()]
+        repository(folder / "checkout", [{"moving/__init__.py": f"code = {code}\n"} for code in (0, 7)] + [{}])
+        return ["--git", "checkout", "--good", "main~2", "--bad", "main", "--python", bare_python()]
     ends = ["--good", "1.0", "--bad", "1.1"]
     if source == "environments":
         Bench(folder).sites(["code = 0", "code = 7"])
@@ -64,19 +63,10 @@ def test_both_sides_from_the_report(tmp_path: Path, source: str) -> None:
         assert again.returncode == code and f"ran {name} " in again.stdout, again.stdout + again.stderr
         place = folder / "sites" if source == "environments" else tmp_path / f"place-{name[:12]}"
         assert f"ran {name} {place}" in again.stdout, again.stdout
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
-def test_the_commit_reverted(tmp_path: Path) -> None:
-    bench, checkout = Bench(tmp_path), made(tmp_path / "checkout", ["code = 0\n", "code = 7\n"])
-    git(checkout, "commit", "-q", "--allow-empty", "-m", "later")
-    (tmp_path / "use.py").write_text(USE)
-    asked = ["--git", "checkout", "--package", "moving", "--good", "main~2", "--bad", "main", "--dir", "found"]
-    run = bench.bisect(*asked, "--python", bare_python(), "--", "python", "use.py")
-    assert run.returncode == 0 and "Confirmed: " in run.stdout, run.stdout + run.stderr
-    lines = printed(bench.report(), "The commit reverted")
-    again = pasted(lines, tmp_path)
-    assert again.returncode == 0 and f"-without-{git(checkout, 'rev-parse', 'main~1')[:12]} " in again.stdout, again
+    if source == "git":
+        assert "Confirmed: " in run.stdout, run.stdout
+        again = pasted(printed(bench.report(), "The commit reverted"), tmp_path)
+        assert again.returncode == 0 and f"-without-{names[1][:12]} " in again.stdout, again
 
 
 def test_a_script_of_this_repository(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ def test_a_resumed_bisect_keeps_its_python(tmp_path: Path) -> None:
     script = bench.script(
         "import moving, os, sys\nprint(sys.executable)\nsys.exit(moving.code if os.path.exists('calm') else 200)"
     )
-    assert bench.bisect(*asked, "--", script).returncode == 4
+    run = bench.bisect(*asked, "--", script)
+    assert run.returncode == 4 and "exit code 200" in run.stderr and "--resume" in run.stderr
     (tmp_path / "calm").touch()
     state = tmp_path / "found" / "state.json"
     kept = json.loads(state.read_text())
