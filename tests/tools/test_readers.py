@@ -46,10 +46,11 @@ QUICK = settings(
 )
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["passed", "failed"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of four ranks."""
-    return fake_run(tmp_path_factory.mktemp("run") / "run", ranks=4, passed=request.param)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The directories of a run of four ranks that passed, and of one that failed."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [fake_run(folder / str(passed), ranks=4, passed=passed) for passed in (True, False)]
 
 
 def places_in(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -89,13 +90,22 @@ def damaged(data: st.DataObject, content: bytes) -> bytes:
     return b"".join(lines)
 
 
+def copy_of(run: Path, folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return shutil.copytree(run, folder)
+
+
+def check_calls(program: str) -> None:
+    """No text of a run is code of the exported program."""
+    calls = [ast.unparse(each.func) for each in ast.walk(ast.parse(program)) if isinstance(each, ast.Call)]
+    assert "__import__('os').system" not in calls
+
+
 @pytest.mark.slow
 @QUICK
 @given(data=st.data())
-def test_a_run_directory_of_somebody_else(data: st.DataObject, run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(run, folder)
+def test_a_run_directory_of_somebody_else(data: st.DataObject, runs: list[Path], tmp_path: Path) -> None:
+    folder = copy_of(data.draw(st.sampled_from(runs)), tmp_path / "copy")
     names = sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
     chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
     for name in chosen:
@@ -109,22 +119,21 @@ def test_a_run_directory_of_somebody_else(data: st.DataObject, run: Path, tmp_pa
         assert names_key or str(folder) in said or any(Path(name).name in said for name in chosen), said
         assert len(said.splitlines()) == 1, said
         return
-    calls = [ast.unparse(each.func) for each in ast.walk(ast.parse(program)) if isinstance(each, ast.Call)]
-    assert "__import__('os').system" not in calls
+    check_calls(program)
     assert "<script" not in (folder / "report.html").read_text()
     assert json.loads((folder / "trace.json").read_text())
 
 
 @pytest.mark.slow
 @QUICK
-@given(text=st.text(max_size=30), place=st.sampled_from(["name", "phase", "host", "error"]))
-def test_a_text_of_a_run_stays_a_text(text: str, place: str, run: Path, tmp_path: Path) -> None:
+@given(text=st.text(max_size=30), in_name=st.booleans(), is_failed=st.booleans())
+def test_a_text_of_a_run_stays_a_text(
+    text: str, in_name: bool, is_failed: bool, runs: list[Path], tmp_path: Path
+) -> None:
     """The exported program is the only file of ours that somebody runs."""
-    folder = tmp_path / "copy"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(run, folder)
+    folder = copy_of(runs[is_failed], tmp_path / "copy")
     text = "".join(f"{text}{end}{CALL[4:]}" for end in ENDS)
-    if place == "name":
+    if in_name:
         config = folder / "config.toml"
         config.write_text(config.read_text().replace('"qwen3_moe"', json.dumps(text)))
     else:
@@ -140,8 +149,7 @@ def test_a_text_of_a_run_stays_a_text(text: str, place: str, run: Path, tmp_path
     except ConfigError:
         return
     compile(program, "repro.py", "exec")
-    calls = [ast.unparse(each.func) for each in ast.walk(ast.parse(program)) if isinstance(each, ast.Call)]
-    assert "__import__('os').system" not in calls
+    check_calls(program)
 
 
 @QUICK
