@@ -60,10 +60,10 @@ FAULTS: list[tuple[str, Plant, tuple[int, ...], str]] = [
     ("reached", lambda v: with_links(v, 2, reaches=(Reach(to=0, address="10.0.0.1", port=30008, error="no answer within 3 s"),)), (2,), "host1 does not reach host0 at 10.0.0.1 port 30008: no answer"),
     ("silent", lambda v: replace_dataclass(v, links=(*v.links[:3], None)), (3,), "nothing came back"),
     ("all_reduced", lambda v: changed(v, "nccl", error="unhandled cuda error"), (0, 1, 2, 3), "nccl all-reduce: unhandled cuda error"),
-]  # fmt: skip
-
-WARNINGS: list[tuple[str, Plant, tuple[int, ...], str]] = [
-    ("slow", lambda v: changed(v, "gloo", bandwidth=1e6), (), "gloo all-reduce is slow: 1.0 MB/s"),
+    ("routes", lambda v: with_links(v, 2, address=HostAddress("eth0", "10.0.0.1", "")), (0, 1, 2), "several hosts have the same address 10.0.0.1"),
+    ("devices", lambda v: unusable(), (0, 1, 2, 3), "the host has 2 GPUs, but this torch is built without CUDA"),
+    ("locations", lambda v: healthy(tp=2, pp=2), (), 'set parallel.rank_order = "dp,pp,tp"'),
+    ("limits", lambda v: every(healthy(dp=8, tp=16, per_host=8), open_files=1024), tuple(range(128)), "128 ranks need 1280"),
 ]  # fmt: skip
 
 
@@ -98,11 +98,45 @@ def test_a_planted_fault_is_found_and_nothing_else(check: str, plant: Plant, ran
     assert what in found.what and found.remedy
 
 
-@pytest.mark.parametrize(("check", "plant", "ranks", "what"), WARNINGS)
-def test_what_may_be_meant_is_a_warning(check: str, plant: Plant, ranks: tuple[int, ...], what: str) -> None:
-    (found,) = problems_of(plant(healthy()))
-    assert (found.check, found.fault, found.ranks) == (check, False, ranks)
+def slower(rank: int) -> Examination:
+    links = healthy().links[rank]
+    assert links
+    slow = tuple(replace(each, bandwidth=2e6) for each in links.collectives if each.backend == "nccl")
+    return with_links(healthy(), rank, collectives=slow)
+
+
+@pytest.mark.parametrize(
+    ("view", "what"),
+    [
+        (changed(healthy(), "gloo", bandwidth=1e6), "gloo all-reduce is slow: 1.0 MB/s"),
+        (slower(2), "nccl all-reduce is slow: 2.0 MB/s"),  # the slowest rank counts
+    ],
+)
+def test_what_may_be_meant_is_a_warning(view: Examination, what: str) -> None:
+    (found,) = problems_of(view)
+    assert (found.check, found.fault, found.ranks) == ("slow", False, ())
     assert what in found.what and found.remedy
+
+
+def on_loopback(view: Examination) -> Examination:
+    """Hosts emulated on one machine, which share its loopback address rightly."""
+    view = lo(lo(view, 0), 2)
+    for rank in range(4):
+        view = with_facts(view, rank, host=f"host{rank // 2}/boot/net:[1]")
+    return view
+
+
+def only_gpus_mind(_: Examination) -> Examination:
+    view = every_variable(healthy(gpus=False), "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    view = every(view, versions={**view.facts[0].versions, "torch_memory_saver": "not installed"})
+    return every(view, preload="/x/torch_memory_saver_cpp.abi3.so")
+
+
+def unusable(device: str = "auto") -> Examination:
+    """A host whose GPUs this torch cannot use."""
+    view = every(healthy(gpus=False), gpu_devices=2)
+    view.config.engine.device = device  # type: ignore[assignment]
+    return view
 
 
 HARMLESS: list[Plant] = [
@@ -112,6 +146,10 @@ HARMLESS: list[Plant] = [
     lambda v: with_gpu(v, 2, total=127 * GIB, free=126 * GIB),
     lambda v: with_variable(v, 1, "NCCL_DEBUG", "INFO"),
     lambda v: every_variable(v, "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False"),
+    on_loopback,
+    only_gpus_mind,
+    lambda v: every_variable(unusable(), "CUDA_VISIBLE_DEVICES", ""),
+    lambda v: unusable(device="cpu"),
 ]
 
 
@@ -120,55 +158,9 @@ def test_what_differs_by_design_is_no_finding(plant: Plant) -> None:
     assert problems_of(plant(healthy())) == []
 
 
-def test_on_the_cpu_what_only_gpus_mind_is_no_finding() -> None:
-    view = every_variable(healthy(gpus=False), "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    view = every(view, versions={**view.facts[0].versions, "torch_memory_saver": "not installed"})
-    assert problems_of(every(view, preload="/x/torch_memory_saver_cpp.abi3.so")) == []
-
-
-def test_hosts_emulated_on_loopback_share_it_rightly() -> None:
-    view = lo(lo(healthy(), 0), 2)
-    for rank in range(4):
-        view = with_facts(view, rank, host=f"host{rank // 2}/boot/net:[1]")
-    assert problems_of(view) == []
-
-
-def test_two_hosts_with_one_address_are_both_named() -> None:
-    (found,) = problems_of(with_links(healthy(), 2, address=HostAddress("eth0", "10.0.0.1", "")))
-    assert found.ranks == (0, 1, 2) and found.what == "several hosts have the same address 10.0.0.1"
-
-
-def test_a_gpu_that_torch_cannot_use_is_a_fault_unless_it_is_hidden_or_not_wanted() -> None:
-    view = every(healthy(gpus=False), gpu_devices=2)
-    (found,) = problems_of(view)
-    assert found.check == "devices" and "the host has 2 GPUs, but this torch is built without CUDA" in found.what
-    assert problems_of(every_variable(view, "CUDA_VISIBLE_DEVICES", "")) == []
-    view.config.engine.device = "cpu"
-    assert problems_of(view) == []
-
-
 def test_ranks_on_cpu_and_gpu_together_are_a_fault() -> None:
     found = problems_of(with_facts(healthy(), 3, device="cpu", gpu=None))
     assert found[0].check == "devices" and "cuda on ranks 0-2; cpu on rank 3" in found[0].what
-
-
-def test_pipeline_stages_that_sglang_cannot_place_are_a_fault() -> None:
-    (found,) = problems_of(healthy(tp=2, pp=2))
-    assert found.check == "locations" and found.what.endswith('set parallel.rank_order = "dp,pp,tp"')
-
-
-def test_one_fault_of_many_ranks_is_said_once() -> None:
-    (found,) = problems_of(every(healthy(dp=8, tp=16, per_host=8), open_files=1024))
-    assert found.ranks == tuple(range(128)) and "128 ranks need 1280" in found.what
-
-
-def test_the_slowest_rank_counts() -> None:
-    view = healthy()
-    links = view.links[2]
-    assert links
-    slower = tuple(replace(each, bandwidth=2e6) for each in links.collectives if each.backend == "nccl")
-    (found,) = problems_of(with_links(view, 2, collectives=slower))
-    assert found.what == "nccl all-reduce is slow: 2.0 MB/s"
 
 
 def test_ranks_that_never_came() -> None:
