@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from itertools import cycle, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,46 +73,41 @@ def subject_of(*words: str) -> Subject:
 
 
 @pytest.mark.long
-def test_every_config_on_both_devices_with_and_without_a_failure_is_a_clean_short_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_config_on_both_devices_is_a_clean_short_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each config has each device, and one after the other of the ends."""
     monkeypatch.chdir(REPOSITORY)
-    for config in CONFIGS:
-        for device in ("cpu", "cuda"):
-            for name, seen in ENDS.items():
-                subject = replace(subject_of(config, "--engine.device", device), seen=seen)
-                (tmp_path / f"{Path(config).stem}_{device}_{name}.py").write_text(render(subject))
-                if subject.config.parallel.tp * subject.config.parallel.pp <= 8:
-                    subject = replace(subject, nproc_per_node=8)
-                    file = tmp_path / f"{Path(config).stem}_{device}_{name}_server.py"
-                    file.write_text(render(subject, server=True))
+    ends = cycle(ENDS)
+    for config, device in product(CONFIGS, ("cpu", "cuda")):
+        name = next(ends)
+        subject = replace(subject_of(config, "--engine.device", device), seen=ENDS[name])
+        (tmp_path / f"{Path(config).stem}_{device}_{name}.py").write_text(render(subject))
+        if subject.config.parallel.tp * subject.config.parallel.pp <= 8:
+            file = tmp_path / f"{Path(config).stem}_{device}_{name}_server.py"
+            file.write_text(render(replace(subject, nproc_per_node=8), server=True))
     many = "configs/multinode/deepseek_v3_671b.toml"
     (tmp_path / "hosts.py").write_text(render(replace(subject_of(many, "--nnodes", "32"), seen=FAILED)))
     check(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--model.name", "deepseek_v3"),
-        ("--model.name", "moonlight", "--weights.transport", "bucket"),
-        ("--model.name", "qwen3_moe", "--weights.transport", "disk"),
-        ("--weights.verify", "false", "--run.phase_timeouts.sync", "5"),
-        ("--parallel.tp", "2", "--parallel.pp", "2"),
-        ("--model.name", "some/model"),
-    ],
+CHOICES = (
+    ("--model.name", "deepseek_v3"),
+    ("--model.name", "moonlight", "--weights.transport", "bucket"),
+    ("--model.name", "qwen3_moe", "--weights.transport", "disk"),
+    ("--weights.verify", "false", "--run.phase_timeouts.sync", "5"),
+    ("--parallel.tp", "2", "--parallel.pp", "2"),
+    ("--model.name", "some/model"),
 )
-def test_other_choices_make_clean_files_too(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+
+def test_other_choices_make_clean_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    for device in ("cpu", "cuda"):
+    for (number, words), device in product(enumerate(CHOICES), ("cpu", "cuda")):
         subject = subject_of("configs/cpu/quickstart.toml", "--engine.device", device, *words)
-        assert ("'copy_all_layer_kv_cache_cpu'," in render(subject)) == (device == "cpu"), "the names of the stand-in"
-        (tmp_path / f"{device}.py").write_text(render(subject))
-        (tmp_path / f"{device}_server.py").write_text(render(subject, server=True))
-        (tmp_path / f"{device}_lost.py").write_text(render(replace(subject, seen=LOST)))
-        (tmp_path / f"{device}_lost_server.py").write_text(render(replace(subject, seen=LOST), server=True))
+        for server in (False, True):
+            seen = LOST if server == (device == "cpu") else None
+            text = render(replace(subject, seen=seen), server=server)
+            assert ("'copy_all_layer_kv_cache_cpu'," in text) == (device == "cpu"), "the names of the stand-in"
+            (tmp_path / f"{device}_{number}_{'lost' if seen else 'new'}_{server}.py").write_text(text)
     check(tmp_path)
 
 
@@ -120,34 +116,43 @@ def header_of(text: str) -> str:
     return text.split('"""')[1]
 
 
-def test_the_top_of_the_file_has_what_maintainers_ask_for() -> None:
-    """The text of others, such as a bisect's reason, cannot end the string that it is in."""
-    words = ("configs/cpu/quickstart.toml", "--engine.device", "cpu")
-    subject = replace(subject_of(*(str(REPOSITORY / words[0]), *words[1:])), seen=FAILED)
+def kept_programs(folder: Path) -> dict[str, str]:
+    """Four programs, from configs and from a run. The text of others cannot end the string that it is in."""
+    quickstart = str(REPOSITORY / "configs/cpu/quickstart.toml")
     said = ["python3 launch/bisect_versions.py --good 1 --bad 2 -- s.py", 'It says """x""" \\']
-    evidence = Evidence(
-        slug="some-slug", said="some line", check_env=["sglang: 0.5.23", "vllm: Module Not Found"], bisect=said
-    )
-    for server in (False, True):
-        header = header_of(render(subject, evidence, server))
-        command = "python repro.py" if server else "torchrun --standalone --nproc-per-node=2 repro.py"
-        assert f"    {command}   " in header and f"    {command} --arm control   " in header, header
-        assert 'Expected: exit code 0, and "PASSED: 4 of 4 steps".' in header
-        assert "known to launch/diagnose.py as some-slug:\n  FIRST FAILURE: rank 1 failed" in header
-        assert "some-slug" not in header_of(render(subject, replace(evidence, said=""), server)), (
-            "its log would not have it"
-        )
-        assert "outside of SGLang" not in header
-        assert "Bisect:\n  python3 launch/bisect_versions.py --good 1 --bad 2 -- s.py\n  It says" in header
-        assert "python -m sglang.check_env (this file prints it again):\n    sglang: 0.5.23\n" in header
+    evidence = Evidence(slug="some-slug", said="some line", check_env=["sglang: 0.5.23", "vllm: none"], bisect=said)
+    failed = replace(subject_of(quickstart, "--engine.device", "cpu"), seen=FAILED)
+    lost = replace(subject_of(quickstart, "--engine.device", "cuda", "--weights.transport", "disk"), seen=LOST)
+    words = ("--engine.device", "cuda", "--engine.args.page_size", "3", "--weights.transport", "pull")
+    refused = subject_of(str(REPOSITORY / FP8), *words)
+    refused = replace(refused, seen=replace(REFUSED, phase="start_engine"))
+    hosts = fake_run(folder / "run", 64)
+    ranks = json.loads((hosts / "environment.json").read_text())
+    (hosts / "environment.json").write_text(json.dumps([each | {"command": "torchrun ppo.py --x y"} for each in ranks]))
+    hung = read_subject([str(hosts), "--run.phase_timeouts.update_critic", "7"])
+    return {
+        "torchrun": render(failed, evidence),
+        "server": render(lost, replace(evidence, said=""), server=True),
+        "fp8": render(refused),
+        "hosts": render(hung),
+    }
 
 
-def test_the_command_that_was_run_is_in_the_file(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", 2)
-    file = folder / "environment.json"
-    ranks = json.loads(file.read_text())
-    file.write_text(json.dumps([each | {"command": "torchrun launch/ppo.py --x y"} for each in ranks]))
-    assert "The run was started with:\n    torchrun launch/ppo.py --x y\n" in render(read_subject([str(folder)]))
+def without_minimal(text: str) -> str:
+    """Name the functions that are those of launch/minimal.py, source and all, instead of showing them."""
+    for name, source in sources(minimal).items():
+        text = text.replace(source, f"# {name}(), as in launch/minimal.py\n")
+    return text
+
+
+def test_the_programs_are_those_that_are_kept(tmp_path: Path) -> None:
+    """After a change, REWRITE_PROGRAMS=1 writes tests/tools/export/programs/*.txt, to be read as a diff."""
+    for name, text in kept_programs(tmp_path).items():
+        compile(text, f"{name}.py", "exec")
+        file = Path(__file__).with_name("programs") / f"{name}.txt"
+        if os.environ.get("REWRITE_PROGRAMS"):
+            file.write_text(without_minimal(text))
+        assert without_minimal(text) == file.read_text(), file
 
 
 def test_every_phase_of_a_run_has_one_in_a_program() -> None:
@@ -184,25 +189,20 @@ def test_what_a_run_was_started_with(command: str, script: str, options: list[st
     assert what_was_started(command) == (script, tuple(options))
 
 
-@pytest.mark.parametrize("server", [False, True])
 @pytest.mark.parametrize(
     ("phase", "words", "says"),
     [
         ("sync", (), "passes, without updates: the engine reads the checkpoint itself"),
         ("load_baseline", (), "passes, without updates"),
-        (
-            "start_engine",
-            ("--engine.args.page_size", "3"),
-            "passes, without the run's own engine arguments",
-        ),
+        ("start_engine", ("--engine.args.page_size", "3"), "passes, without the run's own engine arguments"),
         ("start_engine", (), ""),
     ],
 )
 def test_where_sglang_fails_by_itself_the_control_arm_leaves_out_what_may_be_the_cause(
-    phase: str, words: tuple[str, ...], says: str, server: bool
+    phase: str, words: tuple[str, ...], says: str
 ) -> None:
     subject = subject_of(str(REPOSITORY / "configs/cpu/quickstart.toml"), "--engine.device", "cpu", *words)
-    text = render(replace(subject, seen=replace(REFUSED, phase=phase)), server=server)
+    text = render(replace(subject, seen=replace(REFUSED, phase=phase)), server=bool(words))
     assert ("--arm control" in header_of(text)) == ("ARM == " in text) == bool(says)
     assert says in " ".join(header_of(text).split()) and "THE FAULT" not in text
 
@@ -278,26 +278,6 @@ def test_a_program_allows_what_its_run_measured_with_and_without_a_baseline(tmp_
     assert "TOLERANCE = 0.014 " in render(read_subject([str(folder)]))
 
 
-def test_an_fp8_program_allows_what_is_healthy_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    text = render(subject_of(FP8, "--engine.device", "cuda"))
-    assert "TOLERANCE = 0.6 " in text and "SGLANG_ENABLE_JIT_DEEPGEMM" in text
-    plain = render(subject_of(FP8, "--engine.device", "cuda", "--model.rollout_precision", "same"))
-    assert "quantized" not in plain and "DEEPGEMM" not in plain
-
-
-def test_a_run_of_64_ranks_says_where_it_ran_and_what_was_seen(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", 64)
-    text = render(read_subject([str(folder), "--run.phase_timeouts.update_critic", "7"]))
-    assert "'update_actor': 7" in text, "the timeout of the phase in whose place it is"
-    assert (
-        "\n    torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST0:29400 repro.py  "
-        in text
-    )
-    assert "exit code 124" in text and "NCCL_CUMEM_ENABLE=1" in text
-    assert "RANK in (60,) and (name, step) == ('update_actor', 1):" in text and "time.sleep(" in text
-
-
 def test_lost_tensors_are_those_that_the_run_named() -> None:
     named = {"model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"}
     assert named == {*missing_tensors(LOST)} - {"model.layers.1.mlp.gate_up_proj.weight"}
@@ -352,25 +332,21 @@ def frame(file: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    "file",
+    ("file", "of_sglang"),
     [
-        "/user/sglang/my_reward.py",  # a folder of the user's own
-        "/opt/conda/envs/sglang/lib/python3.11/site-packages/peft/model.py",  # an environment of that name
-        "/opt/conda/envs/sglang/lib/python3.11/json/decoder.py",
-        "C:\\sglang\\train.py",
-        "/user/sglang/ppo-harness/harness/trainer/model.py",
+        ("/user/sglang/my_reward.py", False),  # a folder of the user's own
+        ("/opt/conda/envs/sglang/lib/python3.11/site-packages/peft/model.py", False),  # an environment of that name
+        ("/opt/conda/envs/sglang/lib/python3.11/json/decoder.py", False),
+        ("C:\\sglang\\train.py", False),
+        ("/user/sglang/ppo-harness/harness/trainer/model.py", False),
+        ("/sgl-workspace/sglang/python/sglang/launch_server.py", True),  # a checkout
+        ("C:\\env\\Lib\\site-packages\\sglang\\utils.py", True),
     ],
 )
-def test_code_in_a_folder_named_sglang_is_not_sglangs(file: str) -> None:
+def test_code_in_a_folder_named_sglang_is_not_sglangs(file: str, of_sglang: bool) -> None:
     plant = planted_fault(replace(FAILED, error="KeyError: 'x'", traceback=frame(file)), PHASES)
-    assert plant and plant.statement == """raise type('KeyError', (RuntimeError,), {})("'x'")"""
-
-
-@pytest.mark.parametrize(
-    "file", ["/sgl-workspace/sglang/python/sglang/launch_server.py", "C:\\env\\Lib\\site-packages\\sglang\\utils.py"]
-)
-def test_sglangs_own_code_may_be_a_checkout(file: str) -> None:
-    assert planted_fault(replace(FAILED, error="KeyError: 'x'", traceback=frame(file)), PHASES) is None
+    assert (plant is None) == of_sglang
+    assert plant is None or plant.statement == """raise type('KeyError', (RuntimeError,), {})("'x'")"""
 
 
 def test_a_failure_in_transformers_is_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,24 +414,6 @@ def sources(module: ModuleType) -> dict[str, str]:
     """The source of each function that is defined in a module's file."""
     own = [each for _, each in inspect.getmembers(module, inspect.isfunction) if each.__module__ == module.__name__]
     return {each.__name__: inspect.getsource(each) for each in own}
-
-
-@pytest.mark.parametrize(
-    ("words", "server", "differ"),
-    [
-        (("--weights.transport", "tensor"), False, set()),
-        (("--engine.device", "cpu"), False, {"send_tensors"}),  # flattened buckets
-        ((), True, {"send_tensors", "memory", "build_actor"}),
-    ],
-)
-def test_what_a_program_has_of_minimal_is_the_same_source(
-    words: tuple[str, ...], server: bool, differ: set[str], tmp_path: Path
-) -> None:
-    program, one_source = sources(program_of(tmp_path, *words, server=server)), sources(minimal)
-    both = program.keys() & one_source.keys()
-    assert {name for name in both if program[name] != one_source[name]} == {"main", "start_engine", *differ}
-    step = {"call", "sync_weights", "checkpoint_tensors", "rollout", "own_share", "response_log_probs"}
-    assert both >= {*step, "log_prob_difference", "mean_over_ranks", "write_model", "build_actor"}
 
 
 def test_tensors_that_did_not_arrive_are_left_out_even_where_a_call_had_no_others(
