@@ -18,7 +18,7 @@ USE = "import moving, os, sys\nprint('ran', os.environ['BISECT_CANDIDATE'], movi
 def asked_of(source: str, folder: Path) -> list[str]:
     """Two candidates, the second one bad, from one of the sources of candidates."""
     if source == "git":
-        repository(folder / "checkout", [{"moving/__init__.py": f"code = {code}\n"} for code in (0, 7)] + [{}])
+        repository(folder / "checkout", [{"python/moving/__init__.py": f"code = {code}\n"} for code in (0, 7)] + [{}])
         return ["--git", "checkout", "--good", "main~2", "--bad", "main", "--python", bare_python()]
     ends = ["--good", "1.0", "--bad", "1.1"]
     if source == "environments":

@@ -46,6 +46,7 @@ def test_a_revert_that_passes_and_a_bad_end_that_fails_again_confirm_the_commit(
     assert "Confirmed: with # reverted on top of the bad end #, it passes; the bad end # itself, run again" in said
     assert bench.ran()[-2:] == [f"{hashes[4][:12]}-without-{hashes[2][:12]}", hashes[4]]
     assert f"revert --no-commit {hashes[2]}" in bench.report() and "## The commit reverted" in bench.report()
+    assert bench.report().startswith("# Bisect of moving, ") and hashes[0] in bench.report()
     runs = bench.ran()
     again = bench.bisect("--resume", "found")
     assert again.returncode == 0 and "Confirmed: " in again.stdout and bench.ran() == runs
