@@ -61,7 +61,7 @@ def test_a_cuda_environment_is_not_for_a_machine_without_a_gpu(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_made_completed_kept_and_brought_up_to_date(small_pins: Path, tmp_path: Path) -> None:
+def test_made_completed_kept_brought_up_to_date_and_repaired(small_pins: Path, tmp_path: Path) -> None:
     folder = tmp_path / "venv"
     run = make(small_pins, folder)
     assert (run.returncode, run.stdout) == (0, f"{folder}/bin/python\n"), run.stderr
@@ -82,11 +82,6 @@ def test_made_completed_kept_and_brought_up_to_date(small_pins: Path, tmp_path: 
     assert "installing small.txt" in run.stderr and list(folder.glob("lib/*/site-packages/sniffio-1.3.0.dist-info"))
     assert (folder / "notes.txt").read_text() == "mine" and has(folder, "iniconfig"), "nothing of the user's is deleted"
 
-
-@pytest.mark.long
-def test_a_killed_install_is_repaired(small_pins: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "venv"
-    assert make(small_pins, folder).returncode == 0
     # What a process leaves that is killed while uv installs: half a package, and no stamp.
     (folder / "harness.json").unlink()
     [module] = folder.glob("lib/*/site-packages/sniffio/__init__.py")
