@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.mistakes import ConfigError
-from harness.tools.bisection.bisect_report import EXIT_CODES, Answer, sentences, write_report
-from harness.tools.bisection.state import State
+from harness.tools.bisection.bisect_report import EXIT_CODES, Answer, write_report
 from harness.tools.trial.trial import Outcome
 from tests.tools.bisection.planned import answer, failed, new_state, passed
 
@@ -24,16 +23,22 @@ LETTERS = {
 }
 
 
-def bisected(outcomes: str, monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[State, Answer, str]:
-    """Give each candidate the outcome of its letter."""
+def bisected(outcomes: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[Answer, str]:
+    """Give each candidate the outcome of its letter; return the answer and its report."""
     state = new_state(len(outcomes), **options)
     found = answer(state, lambda index: LETTERS[outcomes[index]], monkeypatch)
-    return state, found, " ".join(sentences(state, found))
+    write_report(state, found, folder)
+    return found, " ".join((folder / "report.md").read_text().split())
 
 
 CASES: Sequence[tuple[str, dict[str, object], int, Sequence[str]]] = [
     ("bbbbbggggggg", {"find_fix": True}, 0, ["The first good release is 1.5; the last bad one is 1.4."]),
-    ("gggggsssbbbb", {}, 1, ["The first bad release is one of 4: 1.5, 1.6, 1.7, 1.8."]),
+    (
+        "gggggsssbbbb",
+        {},
+        1,
+        ["The first bad release is one of 4: 1.5, 1.6, 1.7, 1.8.", "What changed from 1.4 to 1.8"],
+    ),
     (
         "ggggggoooooooooobbbbb",
         {"match": "weight"},
@@ -41,7 +46,18 @@ CASES: Sequence[tuple[str, dict[str, object], int, Sequence[str]]] = [
         ["one of 11: 1.6, 1.7", "masks it in 10: 1.6, 1.7", "RuntimeError: out of memory"],
     ),
     ("ggbbcc", {}, 0, ["The first bad release is 1.2;"]),
-    ("ggbbbiii", {}, 3, ["There are two causes", "bad release is 1.2", "(in moving/core.py:inner)"]),
+    (
+        "ggbbbiii",
+        {},
+        3,
+        [
+            "There are two causes",
+            "bad release is 1.2",
+            "(in moving/core.py:inner)",
+            "First failure of 1.2",
+            "First failure of 1.5",
+        ],
+    ),
     (
         "gggggbbbbbbvvvvvvv",
         {},
@@ -53,12 +69,17 @@ CASES: Sequence[tuple[str, dict[str, object], int, Sequence[str]]] = [
 
 
 @pytest.mark.parametrize(("outcomes", "options", "code", "expected"), CASES)
-def test_the_answer_to_a_pattern(
-    monkeypatch: pytest.MonkeyPatch, outcomes: str, options: dict[str, object], code: int, expected: Sequence[str]
+def test_the_report_of_a_pattern(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    outcomes: str,
+    options: dict[str, object],
+    code: int,
+    expected: Sequence[str],
 ) -> None:
-    _, found, text = bisected(outcomes, monkeypatch, **options)
-    assert EXIT_CODES[found.kind] == code, text
-    assert all(part in text for part in expected), text
+    found, report = bisected(outcomes, tmp_path, monkeypatch, **options)
+    assert EXIT_CODES[found.kind] == code, report
+    assert all(part in report for part in expected), report
 
 
 def test_a_port_that_is_in_use_for_a_moment_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,23 +104,7 @@ def test_a_port_that_is_in_use_for_a_moment_is_tried_again(monkeypatch: pytest.M
     ],
 )
 def test_ends_between_which_there_is_nothing_to_find(
-    monkeypatch: pytest.MonkeyPatch, outcomes: str, sentence: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcomes: str, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        bisected(outcomes, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "expected"),
-    [
-        ("gggggsssbbbb", ["one of 4", "What changed from 1.4 to 1.8"]),
-        ("ggbbbiii", ["There are two causes", "First failure of 1.2", "First failure of 1.5"]),
-    ],
-)
-def test_the_report_of_a_pattern(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcomes: str, expected: Sequence[str]
-) -> None:
-    state, found, _ = bisected(outcomes, monkeypatch)
-    write_report(state, found, tmp_path)
-    report = (tmp_path / "report.md").read_text()
-    assert all(part in report for part in expected), report
+        bisected(outcomes, tmp_path, monkeypatch)

@@ -1,6 +1,5 @@
 """The doctor as a user starts it, on real ranks of this machine's CPU."""
 
-import importlib.util
 import os
 import socket
 import subprocess
@@ -9,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import doctor
 import pytest
 import torch
 from msgspec.structs import replace
@@ -65,15 +65,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return dict(os.environ)
 
 
-def main(*words: str) -> int:
-    """launch/doctor.py in this process."""
-    spec = importlib.util.spec_from_file_location("launch_doctor", REPOSITORY / "launch" / "doctor.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return int(module.main(list(words)))
-
-
 @pytest.mark.parametrize(
     ("words", "facts"),
     [
@@ -85,7 +76,7 @@ def main(*words: str) -> int:
 def test_a_mistake_is_one_sentence_and_exit_code_2(
     words: list[str], facts: tuple[str, ...], environment: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(*words) == 2
+    assert doctor.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and all(fact in line for fact in facts)
 
@@ -94,7 +85,7 @@ def test_outside_torchrun_it_says_how_to_start(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK")
-    assert main() == 2 and "torchrun" in capsys.readouterr().err
+    assert doctor.main([]) == 2 and "torchrun" in capsys.readouterr().err
 
 
 def launch(rank: int, world_size: int = 2) -> Launch:

@@ -88,11 +88,10 @@ def test_a_repro_of_an_fp8_engine_ends_as_its_run_did_and_its_control_passes(tmp
 
 
 @pytest.mark.long
-def test_a_repro_with_a_server_ends_so_and_its_control_passes(tmp_path: Path) -> None:
-    job = run(tmp_path / "run", 2, QUICKSTART, *KILLED, script="tests/tools/watchdog/phases_with_gloo.py")
-    assert job.process.returncode == 1, job.output()
-    repro = export(tmp_path / "server", str(job.folder), "--server")
-    assert worst_difference(check_arms(repro)) < 1e-5
+def test_a_repro_with_a_server_passes(tmp_path: Path) -> None:
+    code, log = run_repro(export(tmp_path / "server", QUICKSTART, "--engine.device", "cpu", *KILLED[:2], "--server"))
+    assert code == 0, log.read_text()[-4000:]
+    assert worst_difference(log.read_text()) < 1e-5
 
 
 def check_arms(repro: Path) -> str:
