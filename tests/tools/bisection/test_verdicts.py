@@ -11,7 +11,6 @@ from tests.tools.bisection.bisecting import Bench, bare_python
 
 GOOD, BROKEN = "", "raise_here = True"
 USE = "import moving\nif getattr(moving, 'raise_here', False): raise ValueError('the sync broke')"
-FAIL = "import moving\nmoving.work()"
 
 
 @pytest.fixture
@@ -64,9 +63,9 @@ def test_a_hang_counts_and_nothing_of_it_is_left(bench: Bench) -> None:
         "time.sleep(1000 if moving.hangs else 0)\n"
         "sys.exit(moving.code)"
     )
-    codes = ["hangs, code = False, 0"] * 3 + ["hangs, code = False, 1"] + ["hangs, code = True, 0"] * 2
+    codes = ["hangs, code = False, 0"] * 2 + ["hangs, code = False, 1"] + ["hangs, code = True, 0"]
     run = bench.over_sites(codes, script, "--hang", "--timeout", "5s")
-    assert run.returncode == 1 and "one of 2: 1.3, 1.4" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 1 and "one of 2: 1.2, 1.3" in run.stdout, run.stdout + run.stderr
     hung = next(record for record in bench.state()["records"] if record["attempts"][0]["timed_out"])
     log = (bench.folder / "found" / hung["attempts"][0]["log"]).read_text()
     assert "(script.py:" in log or not Path(sys.executable).with_name("py-spy").exists()  # where it hung, by py-spy
