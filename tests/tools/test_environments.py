@@ -53,11 +53,20 @@ def has(folder: Path, package: str) -> bool:
     return subprocess.run([python, "-c", f"import {package}"], capture_output=True, cwd="/").returncode == 0
 
 
-def test_a_cuda_environment_is_not_for_a_machine_without_a_gpu(tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
-    run = command(script=QUICKSTART, HARNESS_ENVIRONMENT=environments.DEFAULT_WITH_GPU, HARNESS_VENV=str(venv))
-    assert run.returncode == 2 and "leave out HARNESS_ENVIRONMENT" in run.stderr, run.stderr
-    assert not venv.exists(), "nothing is installed"
+@pytest.mark.parametrize(
+    ("words", "environment", "said"),
+    [
+        ((), environments.DEFAULT_WITH_GPU, "leave out HARNESS_ENVIRONMENT"),  # there is no GPU
+        (("nope.toml",), "cpu", "error: nope.toml is not a file"),
+        ((), "cuda-torch1.0", "environment = 'cuda-torch1.0' must be one of cpu, cuda-torch2.11"),
+    ],
+)
+def test_what_is_asked_wrongly_is_found_before_anything_is_installed(
+    words: tuple[str, ...], environment: str, said: str, tmp_path: Path
+) -> None:
+    run = command(*words, script=QUICKSTART, HARNESS_ENVIRONMENT=environment, HARNESS_VENV=str(tmp_path / "venv"))
+    assert run.returncode == 2 and said in run.stderr, run.stderr
+    assert not (tmp_path / "venv").exists()
 
 
 @pytest.mark.long
@@ -185,12 +194,6 @@ def test_one_environment_is_not_installed_over_another(tmp_path: Path) -> None:
     assert run.returncode == 2 and "holds the environment cpu, not cuda" in run.stderr
 
 
-def test_a_wrong_command_line_is_found_before_anything_is_installed(tmp_path: Path) -> None:
-    run = command("nope.toml", script=QUICKSTART, HARNESS_VENV=str(tmp_path / "venv"))
-    assert run.returncode == 2 and run.stderr.startswith("error: nope.toml is not a file")
-    assert not (tmp_path / "venv").exists()
-
-
 @pytest.mark.long
 def test_without_network_one_sentence_and_125(tmp_path: Path) -> None:
     # pip's own configuration is put aside, so that no other source answers.
@@ -237,12 +240,6 @@ def test_a_folder_that_nobody_named_is_not_called_a_variable(tmp_path: Path, mon
         environments.Unusable, match=r"^.*/\.venv, the environment's folder, cannot be written: Not a dir"
     ):
         environments.ensure()
-
-
-def test_an_unknown_environment_is_refused(tmp_path: Path) -> None:
-    run = command(HARNESS_ENVIRONMENT="cuda-torch1.0", HARNESS_VENV=str(tmp_path / "venv"))
-    assert run.returncode == 2
-    assert "environment = 'cuda-torch1.0' must be one of cpu, cuda-torch2.11" in run.stderr
 
 
 def test_none_is_the_running_interpreter() -> None:

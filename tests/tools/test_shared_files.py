@@ -41,12 +41,13 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-@pytest.mark.parametrize("how", ["mapped", "open"])
-def test_a_killed_process_leaves_no_file(name: str, how: str) -> None:
+@pytest.mark.parametrize("uses", [["mapped"], ["open"], ["mapped", "mapped"]], ids="-".join)
+def test_killed_processes_leave_no_file(name: str, uses: list[str]) -> None:
     memory = SharedFiles()
-    process = owner(name, how)
-    memory.look([process.pid])
-    end(process)
+    processes = [owner(name, how) for how in uses]
+    memory.look([process.pid for process in processes])
+    for process in processes:
+        end(process)
     memory.remove()
     assert not Path("/dev/shm", name).exists()
 
@@ -97,16 +98,6 @@ def test_files_from_before_stay_even_if_we_use_them(name: str) -> None:
     end(mine)
     memory.remove()
     assert Path("/dev/shm", name).exists()
-
-
-def test_a_file_that_two_of_our_processes_map_is_removed(name: str) -> None:
-    memory = SharedFiles()
-    first, second = owner(name, "mapped"), owner(name, "mapped")
-    memory.look([first.pid, second.pid])
-    end(first)
-    end(second)
-    memory.remove()
-    assert not Path("/dev/shm", name).exists()
 
 
 def test_torchs_files_are_known_by_the_pid_in_their_names(name: str) -> None:
