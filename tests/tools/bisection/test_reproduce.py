@@ -69,16 +69,25 @@ def test_both_sides_from_the_report(tmp_path: Path, source: str) -> None:
         assert again.returncode == 0 and f"-without-{names[1][:12]} " in again.stdout, again
 
 
-def test_a_script_of_this_repository(tmp_path: Path) -> None:
-    """PYTHONPATH is printed also where launch/bisect_versions.py has put the same value there for itself."""
+@pytest.mark.parametrize("source", ["sites", "venvs"])
+def test_a_script_of_this_repository(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports harness in an environment without it, and PYTHONPATH is printed for that.
+
+    Also where launch/bisect_versions.py has put the same value there for itself.
+    """
     bench, script = Bench(tmp_path), str(Path(__file__).with_name("import_harness.py"))
-    for minor, code in enumerate((0, 7)):
-        place = tmp_path / "venvs" / f"1.{minor}"
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
-        [site] = place.glob("lib/python3*/site-packages")
-        (site / "moving.py").write_text(f"code = {code}")
-    asked = ["--package", "moving", "--environments", "venvs", "--good", "1.0", "--bad", "1.1", "--dir", "found"]
-    run = bench.bisect(*asked, "--", script)
-    assert run.returncode == 0, run.stdout + run.stderr
+    if source == "sites":
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        bench.sites(["code = 0", "code = 7"])
+    else:
+        for minor, code in enumerate((0, 7)):
+            place = tmp_path / "venvs" / f"1.{minor}"
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+            [site] = place.glob("lib/python3*/site-packages")
+            (site / "moving.py").write_text(f"code = {code}")
+    asked = ["--package", "moving", "--environments", source, "--good", "1.0", "--bad", "1.1", "--dir", "found"]
+    run = bench.bisect(*asked, "--python", bare_python(), "--", script)
+    assert run.returncode == 0 and "The first bad release is 1.1; the last good one is 1.0." in run.stdout, run.stdout
+    assert "SystemExit" not in run.stdout and "7 in harness" in (tmp_path / "found/runs/1.1/1/log.txt").read_text()
     again = pasted(printed(bench.report(), "Reproduce with"), tmp_path)
     assert again.returncode == 7 and "0 in harness" in again.stdout, again.stdout + again.stderr

@@ -115,3 +115,16 @@ def test_a_failed_import_can_be_looked_for(bench: Bench) -> None:
     words = ["--environments", "sites", "--package", "moving", "--good", "1.0", "--bad", "1.1", "--match", "ValueError"]
     run = bench.bisect("--python", bare_python(), *words, "--dir", "again", "--", "script.py")
     assert run.returncode == 0 and "The first bad release is 1.1;" in run.stdout, run.stdout + run.stderr
+
+
+def test_a_package_that_is_not_sglang_is_tested_in_the_users_own_environment(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang is installed here, and there may be no GPU, but the question is not about it."""
+    code = "import os, sys\nsys.exit('TORCHDYNAMO_DISABLE' in os.environ or os.environ.get('SGLANG_USE_CPU_ENGINE') == '1')"
+    sites = bench.sites(["", "x = 1"])
+    asked = ["--package", "moving", "--environments", str(sites), "--dir", "found", "--good", "1.0", "--bad", "1.1"]
+    for name in ("TORCHDYNAMO_DISABLE", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
+    run = bench.bisect(*asked, "--", bench.script(code + "\n" + "import moving"))
+    assert run.returncode == 2 and "the bad end 1.1 is not bad" in run.stderr, run.stdout + run.stderr

@@ -38,16 +38,12 @@ OTHERWISE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("one", "other"), SAME)
-def test_one_cause(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    assert same_cause(failed(*one).failure, failed(*other).failure)
-    assert same_cause(failed(*other).failure, failed(*one).failure)
-
-
-@pytest.mark.parametrize(("one", "other"), OTHERWISE)
-def test_two_causes(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    assert not same_cause(failed(*one).failure, failed(*other).failure)
-    assert not same_cause(failed(*other).failure, failed(*one).failure)
+@pytest.mark.parametrize(
+    ("one", "other", "same"), [*((*pair, True) for pair in SAME), *((*pair, False) for pair in OTHERWISE)]
+)
+def test_one_cause_or_two(one: tuple[Any, ...], other: tuple[Any, ...], same: bool) -> None:
+    assert bool(same_cause(failed(*one).failure, failed(*other).failure)) == same
+    assert bool(same_cause(failed(*other).failure, failed(*one).failure)) == same
 
 
 def test_what_to_match_finds_the_one_and_not_the_other() -> None:
