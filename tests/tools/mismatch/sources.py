@@ -17,6 +17,8 @@ class Planted:
     """Options of the command line."""
     source: str = ""
     """What must be named."""
+    ranks: int = 2
+    """On a CPU. One is sooner, where nothing that is compared is of several ranks."""
     module: str = ""
     """The end of the name of the first module that differs; empty where none does."""
 
@@ -27,10 +29,10 @@ PLANTED = (
     Planted(name="correction_bias_ignored", model="deepseek_v3", source="layers.1.mlp.topk", module="mlp.topk"),
     Planted(name="trainer_sends_a_rounded_bias", model="deepseek_v3", source="weights"),
     # How tokens are sampled and scored.
-    Planted(name="trainer_without_temperature", words=("--rollout.temperature", "0.7"), source="temperature"),
-    Planted(name="decode_position", source="decode"),
-    Planted(name="first_cached_token_lost", source="prefix cache"),
-    Planted(name="trainer_positions_of_left_padding", source="batch of the trainer"),
+    Planted(name="trainer_without_temperature", words=("--rollout.temperature", "0.7"), source="temperature", ranks=1),
+    Planted(name="decode_position", source="decode", ranks=1),
+    Planted(name="first_cached_token_lost", source="prefix cache", ranks=1),
+    Planted(name="trainer_positions_of_left_padding", source="batch of the trainer", ranks=1),
     # A setting that is changed in another engine.
     Planted(name="double_all_reduce", source="tensor parallelism"),
     # Half precision, in which rounding is a source too.

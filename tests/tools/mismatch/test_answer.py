@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 from harness.tools.mismatch.answer import HEAD, Answer, Rounding, Source
 from harness.tools.mismatch.operators import Compared
 from harness.tools.mismatch.sources import ENGINE_ROUTER, PRECISION
@@ -29,15 +31,22 @@ def answer(*sources: Source) -> Answer:
     return Answer(dtype="bfloat16", difference=apart(1.0), prefill=apart(1.0), sources=sources, first=None)
 
 
-def test_a_narrow_setting_is_named_instead_of_the_broad_one_that_includes_it() -> None:
-    found = answer(source(PRECISION, 0.12, 2), source("engine precision", 0.26, 1), source(ENGINE_ROUTER, 0.28))
-    assert found.source == ENGINE_ROUTER and "72% of the mean difference" in found.sentence()
-
-
-def test_a_broad_setting_is_named_if_no_narrow_one_removes_almost_as_much() -> None:
-    found = answer(source(PRECISION, 0.0, 2), source("engine precision", 0.4, 1), source(ENGINE_ROUTER, 0.5))
-    assert found.source == PRECISION and found.is_setting
-    assert answer(source(PRECISION, 0.0, 2), source("engine precision", 0.1, 1)).source == "engine precision"
+@pytest.mark.parametrize(
+    ("sources", "named", "said", "is_left"),
+    [
+        # A narrow setting instead of the broad one that includes it, unless it removes much less.
+        ((source(PRECISION, 0.12, 2), source("engine precision", 0.26, 1), source(ENGINE_ROUTER, 0.28)), ENGINE_ROUTER, "72% of the mean difference", True),
+        ((source(PRECISION, 0.0, 2), source("engine precision", 0.4, 1), source(ENGINE_ROUTER, 0.5)), PRECISION, "100%", False),
+        ((source(PRECISION, 0.0, 2), source("engine precision", 0.1, 1)), "engine precision", "90%", True),
+        # What it leaves, if that is more than rounding.
+        ((source("decode", 0.1),), "decode", "is gone, and 1.0e-01 is left", True),
+        ((source("decode", 0.001),), "decode", "is gone", False),
+    ],
+)  # fmt: skip
+def test_the_setting_that_is_named(sources: tuple[Source, ...], named: str, said: str, is_left: bool) -> None:
+    found = answer(*sources)
+    assert found.source == named and found.is_setting and said in found.sentence()
+    assert ("left" in found.sentence()) == is_left
 
 
 def test_nothing_is_named_if_no_setting_removes_half() -> None:
@@ -94,11 +103,6 @@ def test_a_side_that_computes_other_numbers_each_time_is_said() -> None:
     assert "the trainer's own log-probs differ by 1.5e-01 from one pass to the next" in found.sentence()
     assert "engine's own" not in found.sentence(), "rounding may be another one each time"
     assert "own log-probs" not in replace(found, varies={}).sentence()
-
-
-def test_what_a_setting_leaves_is_said_if_it_is_more_than_rounding() -> None:
-    assert "is gone, and 1.0e-01 is left" in answer(source("decode", 0.1)).sentence()
-    assert "left" not in answer(source("decode", 0.001)).sentence()
 
 
 def test_the_head_is_named_in_half_precision_if_rounding_cannot_be_why() -> None:

@@ -81,7 +81,8 @@ def check_answer(planted: Planted, code: int, answer: dict[str, Any], job: Job) 
     ],
 )
 def test_a_planted_source_is_named(planted: Planted, tmp_path: Path) -> None:
-    check_answer(planted, *search(tmp_path / "run", planted))
+    words = ("--parallel.tp", str(planted.ranks))
+    check_answer(planted, *search(tmp_path / "run", planted, *words, ranks=planted.ranks))
 
 
 @pytest.mark.long

@@ -33,6 +33,7 @@ HOPPER = Serving(
     is_on_policy=True,
     tokens=1000,
 )
+LONG = replace(HOPPER, tokens=5000)
 
 
 def config_with(preset: Any = "reproducible", dtype: Any = "bfloat16", tp: int = 2, **args: object) -> Config:
@@ -46,13 +47,6 @@ def changes(config: Config, serving: Serving = HOPPER) -> dict[str, EngineChange
     found = list(engine_changes(config, serving))
     assert len({(each.name, each.how) for each in found}) == len(found)
     return {each.name + each.how.partition("->")[2] * (each.name == "attention backend"): each for each in found}
-
-
-def test_a_draft_model_is_left_out_with_all_of_its_arguments() -> None:
-    drafts = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 1, "speculative_eagle_topk": 1}
-    found = {name: each for name, each in changes(config_with(**drafts)).items() if "speculative" in name}
-    assert found.keys() == {"engine.args.speculative_algorithm"}
-    assert not found["engine.args.speculative_algorithm"].config.engine.args
 
 
 def test_what_is_changed_follows_from_the_config() -> None:
@@ -76,31 +70,70 @@ def test_what_is_changed_follows_from_the_config() -> None:
     assert changes(Config(parallel=Parallel(tp=1)), Serving()) == {}
 
 
-def test_dp_attention_is_one_change_under_its_old_and_its_new_name() -> None:
-    new = changes(config_with(attn_dp_size=2))
-    assert new["engine.args.attn_dp_size"].config.engine.args == {}
-    assert "attn_dp_size" not in new["tensor parallelism"].config.engine.args
-    both = changes(config_with(attn_dp_size=2, enable_dp_attention=True, dp_size=2))
-    assert both["engine.args.attn_dp_size"].config.engine.args == {}
-    assert not {"engine.args.enable_dp_attention", "engine.args.dp_size"} & both.keys()
+NO_GRAPHS = {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
+DRAFTS = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 1, "speculative_eagle_topk": 1}
+OWN_BACKEND = {"attention_backend": "triton"}
+DETERMINISM = {"enable_deterministic_inference": True}
+ABSENT: Any = None
+ARGUMENTS: list[tuple[Config, Serving, dict[str, dict[str, Any]]]] = [
+    # A draft model is left out with all of its arguments.
+    (config_with(**DRAFTS), HOPPER, {"engine.args.speculative_algorithm": {}, "engine.args.speculative_num_steps": ABSENT}),
+    (config_with(**DRAFTS), HOPPER, {"engine.args.speculative_eagle_topk": ABSENT}),
+    # DP attention is one change, under its old and its new name.
+    (config_with(attn_dp_size=2), HOPPER, {"engine.args.attn_dp_size": {}, "tensor parallelism": {}}),
+    (config_with(attn_dp_size=2, enable_dp_attention=True, dp_size=2), HOPPER, {
+        "engine.args.attn_dp_size": {}, "engine.args.enable_dp_attention": ABSENT, "engine.args.dp_size": ABSENT,
+    }),
+    # What is on by the preset alone is changed, and graphs that the user turned on are turned off.
+    (config_with("sglang"), HOPPER, {"CUDA graphs": NO_GRAPHS, "engine preset": {}}),
+    (config_with("sglang"), HOPPER, {"fused all-reduce": {"enforce_disable_flashinfer_allreduce_fusion": True}}),
+    (config_with(), HOPPER, {"CUDA graphs": ABSENT, "fused all-reduce": ABSENT, "engine preset": ABSENT}),
+    (config_with("sglang", disable_cuda_graph=True), HOPPER, {"CUDA graphs": ABSENT}),
+    (config_with(disable_cuda_graph=False, cuda_graph_backend_decode="full"), HOPPER, {"CUDA graphs": NO_GRAPHS}),
+    # The float32 engine gets an attention backend that has float32.
+    (config_with("sglang"), HOPPER, {"engine precision": OWN_BACKEND}),
+    (config_with(), HOPPER, {"engine precision": {}}),
+    # SGLang refuses its backends without it, and FlashInfer never serves a prompt longer than a chunk below 4096.
+    (config_with(), HOPPER, {"deterministic inference": DETERMINISM, "rl_on_policy_target": {"rl_on_policy_target": "fsdp"}}),
+    (config_with(attention_backend="torch_native"), HOPPER, {"deterministic inference": DETERMINISM | OWN_BACKEND}),
+    (config_with(attention_backend="flashinfer", chunked_prefill_size=512), HOPPER, {
+        "deterministic inference": DETERMINISM | {"attention_backend": "flashinfer", "chunked_prefill_size": 4096},
+    }),
+    # What is on is turned off, with what implies it.
+    (config_with(enable_deterministic_inference=True, rl_on_policy_target="fsdp"), HOPPER, {
+        "engine.args.enable_deterministic_inference": {}, "engine.args.rl_on_policy_target": DETERMINISM,
+    }),
+    # Models that do not obey, releases that cannot, and dtypes in which nothing is followed.
+    (config_with(), replace(HOPPER, is_on_policy=False), {"rl_on_policy_target": ABSENT}),
+    (config_with(), replace(HOPPER, arguments=RELEASE - {ON_POLICY}), {"rl_on_policy_target": ABSENT}),
+    (config_with(dtype="float16"), HOPPER, {"rl_on_policy_target": ABSENT}),
+    # Chunks are changed if the sequences can be cut.
+    (config_with(), HOPPER, {"chunked prefill": ABSENT}),
+    (config_with(), LONG, {"chunked prefill": {"chunked_prefill_size": -1}}),
+    (config_with(chunked_prefill_size=512), LONG, {"engine.args.chunked_prefill_size": {}, "chunked prefill": ABSENT}),
+    # An argument that repeats the preset is not changed.
+    (config_with(attention_backend="triton"), HOPPER, {"engine.args.attention_backend": ABSENT}),
+    (config_with("sglang", attention_backend="triton"), HOPPER, {"engine.args.attention_backend": {}}),
+]  # fmt: skip
+"""Config and serving -> changes, with the engine.args that they lead to."""
 
 
-def test_what_is_on_by_the_preset_alone_is_changed() -> None:
-    found = changes(config_with("sglang"))
-    off = found["CUDA graphs"].config.engine
-    assert off.args == {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True} and off.preset == "sglang"
-    assert found["fused all-reduce"].config.engine.args == {"enforce_disable_flashinfer_allreduce_fusion": True}
+@pytest.mark.parametrize(("config", "serving", "expected"), ARGUMENTS)
+def test_a_change_has_its_arguments(config: Config, serving: Serving, expected: dict[str, dict[str, Any]]) -> None:
+    found = changes(config, serving)
+    assert {name: found[name].config.engine.args if name in found else ABSENT for name in expected} == expected
+
+
+def test_a_broad_change_is_told_from_a_narrow_one() -> None:
+    found, narrow = changes(config_with("sglang")), changes(config_with())
+    assert found["CUDA graphs"].config.engine.preset == "sglang"
     assert found["engine preset"].breadth and found["engine preset"].config.engine.preset == "reproducible"
     assert found["attention backend triton"].how == "as SGLang chooses -> triton"
     assert found["attention backend torch_native"].breadth  # which turns the graphs off as well
-    assert not {"CUDA graphs", "fused all-reduce", "engine preset"} & changes(config_with()).keys()
-    assert "CUDA graphs" not in changes(config_with("sglang", disable_cuda_graph=True))
-
-
-def test_graphs_that_the_user_turned_on_are_turned_off() -> None:
-    found = changes(config_with(disable_cuda_graph=False, cuda_graph_backend_decode="full"))
-    assert found["CUDA graphs"].config.engine.args["disable_cuda_graph"] is True
-    assert "cuda_graph_backend_decode" not in found["CUDA graphs"].config.engine.args
+    assert narrow["rl_on_policy_target"].breadth and not narrow["deterministic inference"].breadth
+    native = changes(config_with(attention_backend="torch_native"))["deterministic inference"]
+    chunks = changes(config_with(attention_backend="flashinfer", chunked_prefill_size=512))["deterministic inference"]
+    assert native.breadth and "4096" in chunks.how
 
 
 @pytest.mark.parametrize(
@@ -121,23 +154,6 @@ def test_attention_is_changed_to_what_gpu_model_and_dtype_have(
     assert other_attention(config, serving) == others
 
 
-def test_the_float32_engine_gets_an_attention_backend_that_has_float32() -> None:
-    assert changes(config_with("sglang"))["engine precision"].config.engine.args == {"attention_backend": "triton"}
-    assert changes(config_with())["engine precision"].config.engine.args == {}
-
-
-def test_deterministic_inference_is_turned_on_where_sglang_takes_it() -> None:
-    plain = changes(config_with())["deterministic inference"]
-    assert plain.config.engine.args == {"enable_deterministic_inference": True} and not plain.breadth
-    target = changes(config_with())["rl_on_policy_target"]
-    assert target.config.engine.args == {"rl_on_policy_target": "fsdp"} and target.breadth
-    # SGLang refuses its backends without it, and FlashInfer never serves a prompt longer than a chunk below 4096.
-    native = changes(config_with(attention_backend="torch_native"))["deterministic inference"]
-    assert native.config.engine.args["attention_backend"] == "triton" and native.breadth
-    chunks = changes(config_with(attention_backend="flashinfer", chunked_prefill_size=512))["deterministic inference"]
-    assert chunks.config.engine.args["chunked_prefill_size"] == 4096 and "4096" in chunks.how
-
-
 @pytest.mark.parametrize(
     ("config", "serving"),
     [
@@ -149,31 +165,6 @@ def test_deterministic_inference_is_turned_on_where_sglang_takes_it() -> None:
 )
 def test_deterministic_inference_is_not_turned_on_where_it_cannot_be_or_is(config: Config, serving: Serving) -> None:
     assert not {"deterministic inference", "rl_on_policy_target"} & changes(config, serving).keys()
-
-
-def test_deterministic_inference_that_is_on_is_turned_off_with_what_implies_it() -> None:
-    found = changes(config_with(enable_deterministic_inference=True, rl_on_policy_target="fsdp"))
-    assert found["engine.args.enable_deterministic_inference"].config.engine.args == {}
-    assert found["engine.args.rl_on_policy_target"].config.engine.args == {"enable_deterministic_inference": True}
-
-
-@pytest.mark.parametrize("changed", [{"is_on_policy": False}, {"arguments": RELEASE - {ON_POLICY}}])
-def test_the_trainer_is_followed_only_by_models_that_obey(changed: dict[str, Any]) -> None:
-    assert "rl_on_policy_target" not in changes(config_with(), replace(HOPPER, **changed))
-    assert "rl_on_policy_target" not in changes(config_with(dtype="float16"))
-
-
-def test_chunks_of_prefill_are_changed_if_the_sequences_can_be_cut() -> None:
-    assert "chunked prefill" not in changes(config_with())
-    long = replace(HOPPER, tokens=5000)
-    assert changes(config_with(), long)["chunked prefill"].config.engine.args == {"chunked_prefill_size": -1}
-    own = changes(config_with(chunked_prefill_size=512), long)
-    assert "engine.args.chunked_prefill_size" in own and "chunked prefill" not in own
-
-
-def test_an_argument_that_repeats_the_preset_is_not_changed() -> None:
-    assert "engine.args.attention_backend" not in changes(config_with(attention_backend="triton"))
-    assert "engine.args.attention_backend" in changes(config_with("sglang", attention_backend="triton"))
 
 
 @pytest.mark.parametrize(
