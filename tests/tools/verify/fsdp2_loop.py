@@ -1,7 +1,7 @@
 """torchrun --nproc-per-node=2 fsdp2_loop.py URL MODEL: an FSDP2 loop as anybody writes one, for somebody's server.
 
-Of this project it uses the three lines that are marked, and nothing else. The environment variable FAULT breaks its
-sender from step 1 on: "forgets" sends all but one bias, "late" the weights of before the step.
+Of this project it uses the three lines that are marked, and nothing else. With FAULT=forgets in the environment its
+sender sends all but one bias from step 1 on.
 """
 
 import base64
@@ -56,11 +56,10 @@ def main(url: str, folder: str) -> None:
     check = ServerCheck(url, model=folder, remember=True)  # 2
     for step in range(STEPS):
         tokens = torch.randint(model.config.vocab_size, (2, 16))
-        before = list(sent(step, model.state_dict())) if FAULT == "late" and step else None
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        weights = before or list(sent(step, model.state_dict()))
+        weights = list(sent(step, model.state_dict()))
         if dist.get_rank() == 0:
             update(url, weights)
         dist.barrier()

@@ -90,20 +90,16 @@ def a_server(checker: Any, info: Any = INFO) -> Any:
     return with_answers({"/server_info": info, "/model_info": MODEL, "/weights_checker": checker})
 
 
-def test_a_server_tells_its_arguments_and_each_rank_once() -> None:
-    with a_server(OF_TWO, INFO | {"api_key": "hunter2"}) as url:
+def test_a_server_tells_its_arguments_and_each_rank_once_and_only_what_changes_nothing_is_asked_twice() -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+    answers = {"/server_info": INFO | {"api_key": "hunter2"}, "/model_info": MODEL, "/weights_checker": OF_TWO}
+    with with_answers(answers, seen) as url:
         server = ask_server(f"{url}/")
     assert (server.url, server.release, server.on_gpu, server.weight_version) == (url, "0.5.23", False, "default")
     assert server.architectures == ("Qwen2ForCausalLM",)
     assert server.arguments["tp_size"] == 2 and server.arguments["api_key"] != "hunter2"
     assert [(each.role, each.rank, each.tp_rank) for each in server.ranks] == [("target", 0, 0), ("target", 1, 1)]
     assert server.ranks[1].checksums == OF_TWO["ranks"][1]["checksums"] and server.missing == ()
-
-
-def test_only_the_action_that_changes_nothing_is_asked_and_twice() -> None:
-    seen: list[tuple[str, dict[str, Any]]] = []
-    with with_answers({"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO}, seen) as url:
-        ask_server(url)
     assert [body for path, body in seen if path == "/weights_checker"] == [{"action": "checksum"}] * 2
     assert {path for path, _ in seen} == {"/server_info", "/model_info", "/v1/models", "/weights_checker"}
 
@@ -116,26 +112,26 @@ def answer_of(server: Server) -> Answer:
     )  # fmt: skip
 
 
-def test_adapters_that_are_loaded_are_named_in_the_verdict_as_not_compared() -> None:
-    """As a server of SGLang with one adapter from its start, and another loaded since, tells them."""
-    answers = {"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO, "/v1/models": ADAPTED}
-    with with_answers(answers) as url:
-        answer = answer_of(ask_server(url))
-    assert answer.verdict().endswith("LoRA adapters are not compared, though they answer requests: first and second")
-    assert answer.code == 0 and answer.table()["adapters"] == ("first", "second")
+NO_ADAPTERS = (
+    {"data": ADAPTED["data"][:1]}, {"data": None}, {"data": ["first"]}, {"data": {"parent": "a"}}, [1], b"<html>",
+    (404, {"detail": "Not Found"}),
+)  # fmt: skip
+"""What a server of SGLang tells without an adapter, and what others may."""
 
 
 @pytest.mark.parametrize(
-    "models",
-    [
-        {"data": ADAPTED["data"][:1]}, {"data": None}, {"data": ["first"]}, {"data": {"parent": "a"}}, [1], b"<html>",
-        (404, {"detail": "Not Found"}),
-    ],
-)  # fmt: skip
-def test_a_server_without_adapters_has_none_in_its_verdict(models: Any) -> None:
+    ("models", "adapters"), [(ADAPTED, ("first", "second")), *((models, ()) for models in NO_ADAPTERS)]
+)
+def test_adapters_that_are_loaded_are_named_in_the_verdict_as_not_compared(
+    models: Any, adapters: tuple[str, ...]
+) -> None:
+    """As a server of SGLang with one adapter from its start, and another loaded since, tells them."""
     answers = {"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO, "/v1/models": models}
     with with_answers(answers) as url:
-        assert answer_of(ask_server(url)).verdict().endswith("on 2 of 2 ranks")
+        answer = answer_of(ask_server(url))
+    said = "LoRA adapters are not compared, though they answer requests: first and second"
+    assert answer.verdict().endswith(said if adapters else "on 2 of 2 ranks")
+    assert answer.code == 0 and answer.table()["adapters"] == adapters
 
 
 def test_another_size_of_the_same_architecture_is_another_model(tmp_path: Path) -> None:
@@ -164,45 +160,40 @@ def test_a_command_line_that_compares_nothing_is_refused(words: dict[str, str], 
         command.run(Options(server=url, weights=str(folder), **words), [])
 
 
-def test_a_draft_model_is_a_role_of_its_own_in_both_forms() -> None:
-    before = WITH_DRAFT["ranks"][0] | {"parallelism_info": OF_0_5_17["ranks"][0]["parallelism_info"]}
-    for ranks in (WITH_DRAFT["ranks"], [before]):
-        with a_server(WITH_DRAFT | {"ranks": ranks}) as url:
-            target, draft = ask_server(url).ranks
-        assert (target.role, draft.role) == ("target", "draft")
-        assert (
-            "model.embed_tokens.weight" in target.checksums
-            and "model.decoder.mlp.experts.w13_weight" in draft.checksums
-        )
-        assert not any(name.startswith("draft.") for name in (*target.checksums, *draft.checksums))
+BOTH = [("target", 0), ("target", 1)]
+DRAFT_BEFORE = WITH_DRAFT["ranks"][0] | {"parallelism_info": OF_0_5_17["ranks"][0]["parallelism_info"]}
 
 
-def test_each_attention_rank_tells_about_all_and_each_is_there_once() -> None:
-    with a_server(OF_TWO | {"ranks": OF_TWO["ranks"] * 2}) as url:
-        assert [each.rank for each in ask_server(url).ranks] == [0, 1]
-    disagreeing = [*OF_TWO["ranks"], *UPDATED["ranks"]]
-    with (
-        a_server(OF_TWO | {"ranks": disagreeing}) as url,
-        pytest.raises(UnsupportedEnvironment, match="updated meanwhile"),
-    ):
-        ask_server(url)
-
-
-def test_0_5_12_tells_about_its_first_rank_alone() -> None:
-    with a_server(OLD) as url:
+@pytest.mark.parametrize(
+    ("answer", "told", "missing"),
+    [
+        (WITH_DRAFT, [("target", 0), ("draft", 0)], None),
+        (WITH_DRAFT | {"ranks": [DRAFT_BEFORE]}, [("target", 0), ("draft", 0)], None),  # in the older form
+        (OF_TWO | {"ranks": OF_TWO["ranks"] * 2}, BOTH, ()),  # each attention rank tells about all
+        (OLD, [("target", 0)], (1,)),  # 0.5.12 tells about its first rank alone
+    ],
+)
+def test_each_model_of_each_rank_is_there_once(answer: Any, told: list[tuple[str, int]], missing: Any) -> None:
+    with a_server(answer) as url:
         server = ask_server(url)
-    assert [each.rank for each in server.ranks] == [0] and server.missing == (1,)
+    assert [(each.role, each.rank) for each in server.ranks] == told and missing in (None, server.missing)
+    assert not any(name.startswith("draft.") for each in server.ranks for name in each.checksums)
+    assert "model.embed_tokens.weight" in server.ranks[0].checksums
+    if told[-1][0] == "draft":
+        assert "model.decoder.mlp.experts.w13_weight" in server.ranks[-1].checksums
 
 
-@pytest.mark.parametrize("changing", ["/weights_checker", "/model_info"])
+@pytest.mark.parametrize("changing", ["/weights_checker", "/model_info", ""])
 def test_a_server_that_is_updated_meanwhile_is_refused(changing: str) -> None:
+    """It gives another answer the second time, or in one answer two that differ of one rank."""
     values = {"/weights_checker": [OF_TWO, UPDATED], "/model_info": [MODEL, {"weight_version": "8"}]}
-    answers = {"/server_info": INFO, "/model_info": MODEL, "/weights_checker": OF_TWO}
+    checker = OF_TWO if changing else OF_TWO | {"ranks": [*OF_TWO["ranks"], *UPDATED["ranks"]]}
+    answers = {"/server_info": INFO, "/model_info": MODEL, "/weights_checker": checker, "/v1/models": {}}
 
     def answer(path: str, *_: Any) -> tuple[int, Any]:
         return 200, values[path].pop(0) if path == changing else answers[path]
 
-    with serving(answer) as url, pytest.raises(UnsupportedEnvironment, match="is being updated meanwhile"):
+    with serving(answer) as url, pytest.raises(UnsupportedEnvironment, match="updated meanwhile"):
         ask_server(url)
 
 
@@ -232,16 +223,13 @@ def test_a_server_without_checksums_is_named_with_its_release(checker: Any, said
 
 
 @pytest.mark.parametrize(
-    "url", ["", "localhost:30000", "ftp://a", "http://", "http://a:b", "http://a b", "http://a\n/"]
-)
-def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not the address of a server; give it as http://HOST:PORT"):
+    ("url", "said"),
+    [(url, "is not the address of a server; give it as http://HOST:PORT") for url in ("", "localhost:30000", "ftp://a", "http://", "http://a:b", "http://a b", "http://a\n/")]
+    + [("http://me:hunter2@host:1", "--api-key-file")],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_and_a_login_in_it_is_not_repeated(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
         ask_server(url)
-
-
-def test_a_login_in_the_address_is_refused_and_not_repeated() -> None:
-    with pytest.raises(ConfigError, match="--api-key-file") as error:
-        ask_server("http://me:hunter2@host:1")
     assert "hunter2" not in str(error.value)
 
 
@@ -252,20 +240,16 @@ def test_nobody_there() -> None:
         ask_server(url)
 
 
-@pytest.mark.parametrize("info", [(404, {"detail": "Not Found"}), {"hello": 1}, [1], b"<html>", b"[" * 100_000])
-def test_a_server_of_something_else(info: Any) -> None:
-    with a_server(OF_TWO, info) as url, pytest.raises(ConfigError, match="is not an SGLang server"):
-        ask_server(url)
-
-
-def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [(info, "is not an SGLang server") for info in ((404, {"detail": "Not Found"}), {"hello": 1}, [1], b"<html>", b"[" * 100_000)]
+    + [((307, {}), "redirects /server_info")],
+)  # fmt: skip
+def test_a_server_of_something_else_is_named_and_a_redirect_is_not_followed(info: Any, said: str) -> None:
     seen: list[tuple[str, dict[str, Any]]] = []
-    with (
-        with_answers({"/server_info": (307, {})}, seen) as url,
-        pytest.raises(ConfigError, match="redirects /server_info"),
-    ):
+    with with_answers({"/server_info": info}, seen) as url, pytest.raises(ConfigError, match=said):
         ask_server(url, "secret-key")
-    assert [path for path, _ in seen] == ["/server_info"]
+    assert {path for path, _ in seen} <= {"/server_info", "/get_server_info"}
 
 
 def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
