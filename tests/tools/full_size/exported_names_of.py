@@ -1,19 +1,18 @@
-"""Run by test_exported_names.py in a process of its own: exports of one model, each given to the engine's loaders.
-
-Usage: python exported_names_of.py MODEL_FOLDER. Prints JSON: export -> its lists, causes and exit code. A model with a
-quantization_config is sent in four bits, as GPTQ or AWQ has them.
-"""
+"""Exports of one model, each given to the engine's loaders: `answers`, in a fork of its own (forks.py)."""
 
 import json
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness.tools.full_size.command import prepare_import
+import torch
+
 from harness.tools.full_size.exported_names import read_export
 from harness.tools.full_size.model_and_options import Options, read_question
+from harness.tools.full_size.model_verdict import find_answer
+from harness.tools.full_size.trainer_names import trainer_layout
+from tests.tools.full_size.asked import imported
 
 Sent = dict[str, list[Any]]
 
@@ -34,24 +33,19 @@ def reshaped(sent: Sent, part: str, rows: float) -> Sent:
 
 
 def exports(sent: Sent) -> dict[str, Sent]:
+    gates = {name: each for name, each in sent.items() if "experts" in name and "gate_proj" in name}
+    fused = reshaped(renamed(gates, "gate", "gate_up"), "", 2)
     return {
-        "right": sent,
-        "with a table": {**sent, "model.layers.0.self_attn.rotary_emb.inv_freq": ["float32", [8]]},
+        "right, with a table": {**sent, "model.layers.0.self_attn.rotary_emb.inv_freq": ["float32", [8]]},
         "prefix": {f"module.{name}": each for name, each in sent.items()},
-        "no q_norm": without(sent, "q_norm"),
-        "an expert of one rank lost": without(sent, r"layers\.1\.mlp\.experts\.7\."),
-        "gate and up fused": {
-            **without(sent, r"experts\.\d+\.(gate|up)_proj"),
-            **reshaped(
-                renamed({n: e for n, e in sent.items() if "experts" in n and "gate_proj" in n}, "gate", "gate_up"),
-                "",
-                2,
-            ),
-        },
-        "half a shard": reshaped(sent, "o_proj", 0.5),
+        "some lost, others halved": reshaped(
+            without(sent, r"q_norm|lm_head|layers\.1\.mlp\.experts\.7\."), "o_proj", 0.5
+        ),
+        "other names": renamed(
+            without(sent, r"experts\.\d+\.(gate|up)_proj"), r"attn(.*)_proj\.weight", r"attn\1_proj.qweight"
+        )
+        | fused,
         "counted from the stage": renamed(sent, r"layers\.1\.", "layers.3."),
-        "AWQ": renamed(sent, r"_proj\.weight", "_proj.qweight"),
-        "no head": without(sent, "lm_head"),
     }
 
 
@@ -74,11 +68,10 @@ def in_four_bits(sent: Sent, method: str) -> Sent:
 
 
 def exports_in_four_bits(sent: Sent) -> dict[str, Any]:
-    """Return exports with shapes, and indexes whose files are absent."""
+    """Return an export with shapes, and an index whose files are absent."""
     lost = without(sent, r"layers\.1\.self_attn\.k_proj\.scales")
     return {
         "shapes": {"sent": sent},
-        "index": {"weight_map": dict.fromkeys(sent, "absent.safetensors")},
         "index without scales of k": {"weight_map": dict.fromkeys(lost, "absent.safetensors")},
     }
 
@@ -98,25 +91,21 @@ def without_quantization(folder: Path, to: Path) -> Path:
     return to
 
 
-if __name__ == "__main__":
-    model = Path(sys.argv[1])
-    prepare_import(model)
-    import torch
-
-    from harness.tools.engine_class import meta_model
-    from harness.tools.full_size.model_verdict import find_answer
-    from harness.tools.full_size.trainer_names import trainer_layout
-
-    meta_model.import_all(model)
-    quantized = json.loads((model / "config.json").read_text()).get("quantization_config")
+def right_names(folder: str) -> Sent:
+    """Return what transformers' class saves without quantization: name -> dtype and shape."""
     with tempfile.TemporaryDirectory() as plain:
-        views = trainer_layout(without_quantization(model, Path(plain)), torch.bfloat16)
-    right = {view.name: [str(view.dtype).removeprefix("torch."), list(view.shape)] for view in views}
+        views = trainer_layout(without_quantization(imported(folder), Path(plain)), torch.bfloat16)
+    return {view.name: [str(view.dtype).removeprefix("torch."), list(view.shape)] for view in views}
+
+
+def answers(folder: str) -> dict[str, dict[str, Any]]:
+    """Return export -> its lists, causes and exit code. A model with a quantization_config is sent in four bits, as
+    GPTQ or AWQ has them."""
+    model, right = Path(folder), right_names(folder)
+    quantized = json.loads((model / "config.json").read_text()).get("quantization_config")
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "sent.json"
-        if quantized:
-            every = exports_in_four_bits(in_four_bits(right, quantized["quant_method"]))
-            answers = {name: found(model, file, export, dtype="float16") for name, export in every.items()}
-        else:
-            answers = {name: found(model, file, {"sent": sent}, ep=2) for name, sent in exports(right).items()}
-    print(json.dumps(answers))
+        if not quantized:
+            return {name: found(model, file, {"sent": sent}, ep=2) for name, sent in exports(right).items()}
+        every = exports_in_four_bits(in_four_bits(right, quantized["quant_method"]))
+        return {name: found(model, file, export, dtype="float16") for name, export in every.items()}

@@ -1,22 +1,24 @@
-"""Run by test_full_size.py in a process of its own: faults in what is sent, each given to the ranks of one engine.
+"""Faults in what is sent, each given to the ranks of one engine: the last functions, each in a fork of its own.
 
-Usage: python planted_faults.py FAULTS MODEL_FOLDER [FLOAT8_FOLDER]. FAULTS is the name of a function below. The model
-has its real widths and a few layers. Prints JSON: fault -> what was found.
+The model has its real widths, a few layers, and perhaps fewer experts. They return fault -> what was found.
 """
 
-import json
-import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness.rollout.engine_settings import cpu_environment
-from harness.runtime import cpu_standins
-from harness.tools.engine_class import meta_model
+import torch
 
-Views = list["TensorView"]
+from harness.tools.engine_class.draft_model import examine_draft, mtp_layout
+from harness.tools.engine_class.engine_answer import ask_engine
+from harness.tools.engine_class.traced_ranks import EngineShape
+from harness.tools.full_size.trainer_names import trainer_layout
+from harness.weights.fusing import fusing_groups
+from harness.weights.tensor_view import TensorView
+from tests.tools.full_size.asked import imported
+
+Views = list[TensorView]
 Plant = Callable[[Views], Views]
 
 
@@ -66,7 +68,7 @@ def both(*plants: Plant) -> Plant:
 def viewed(part: str, *axes: int) -> Plant:
     """Send the axes in another order, contiguously: as many elements in another shape."""
 
-    def shaped(view: "TensorView") -> "TensorView":
+    def shaped(view: TensorView) -> TensorView:
         shape = tuple(view.shape[axis] for axis in axes)
         return replace(view, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
@@ -100,17 +102,18 @@ def with_expert_numbers(number: Callable[[int], int | None]) -> Plant:
 
 NONE: Plant = lambda views: views  # noqa: E731
 FAULTS: dict[str, Plant] = {
-    "none": NONE,
-    "half a fused pair": without("layers.4.self_attn.kv_a_proj_with_mqa.weight"),
-    "an expert's name": renamed("layers.5.mlp.experts.77.up_proj.weight", "layers.5.mlp.experts.77.up_porj.weight"),
-    "transposed expert": transposed("layers.3.mlp.experts.200.down_proj.weight"),
-    "vocabulary cut": shorter("embed_tokens"),
-    "an expert lost": without("layers.4.mlp.experts.255."),
-    "a dtype": sent_as_float32("layers.2.input_layernorm"),
+    "three that are no matter of each other": both(
+        without("layers.4.self_attn.kv_a_proj_with_mqa.weight"),
+        renamed("layers.5.mlp.experts.17.up_proj.weight", "layers.5.mlp.experts.17.up_porj.weight"),
+        sent_as_float32("layers.2.input_layernorm"),
+    ),
+    "transposed expert, vocabulary cut": both(
+        transposed("layers.3.mlp.experts.50.down_proj.weight"), shorter("embed_tokens")
+    ),
+    "an expert lost": without("layers.4.mlp.experts.63."),
     "a layer sent by two stages": sent_again("layers.4."),
-    # The trainer has ep 4, so 64 experts on each rank, but numbers them by the engine's ep 2, of 128: 64 * rank +
-    # place.
-    "experts numbered by the engine's ep_size": with_expert_numbers(lambda expert: expert // 64 * 128 + expert % 64),
+    # The trainer has ep 4, so 16 experts on each rank, but numbers them by the engine's ep 2, of 32: 32 * rank + place.
+    "experts numbered by the engine's ep_size": with_expert_numbers(lambda expert: expert // 16 * 32 + expert % 16),
     "shards sent as the whole": both(
         cut("layers.4.self_attn.q_b_proj", 0, 4),
         cut("layers.2.self_attn.o_proj", 1, 4),
@@ -118,8 +121,8 @@ FAULTS: dict[str, Plant] = {
         cut("layers.5.mlp.experts.9.down_proj", 1, 2),
     ),
     "refused and lost": both(
-        transposed("layers.3.mlp.experts.200.down_proj.weight"),
-        without("layers.3.mlp.experts.201.down_proj.weight"),
+        transposed("layers.3.mlp.experts.50.down_proj.weight"),
+        without("layers.3.mlp.experts.51.down_proj.weight"),
         without("layers.3.self_attn.kv_a_layernorm"),
         shorter("layers.4.self_attn.q_a_layernorm"),
         without("layers.5.mlp.gate.e_score"),
@@ -128,12 +131,12 @@ FAULTS: dict[str, Plant] = {
 }
 FLOAT8_FAULTS: dict[str, Plant] = {
     "float8: none": NONE,
-    "float8: scales of one expert": without("layers.4.mlp.experts.200.up_proj.weight_scale_inv"),
+    "float8: scales of one expert": without("layers.4.mlp.experts.50.up_proj.weight_scale_inv"),
 }
 DRAFT_FAULTS: dict[str, Plant] = {
     "draft: none": NONE,
     "draft: MTP layer lost": lambda views: [],
-    "draft: an expert lost": without("layers.6.mlp.experts.255."),
+    "draft: an expert lost": without("layers.6.mlp.experts.63."),
 }
 HEAD_TOO = copied("model.embed_tokens.weight", "lm_head.weight")
 ROUTING_FAULTS: dict[str, Plant] = {
@@ -147,27 +150,32 @@ MXFP4_FAULTS: dict[str, Plant] = {
 }
 
 
-def deepseek_v3(folder: Path, float8: Path) -> dict[str, list[str]]:
+def deepseek_v3(model: str, quantized: str) -> dict[str, list[str]]:
     """DeepSeek-V3 with six layers at tp 4, ep 2, in bfloat16 and in blocks of float8, and its draft model."""
+    folder, float8 = imported(model, draft=True), Path(quantized)
     engine = engine_of(folder, tp_size=4, ep_size=2, speculative_algorithm="NEXTN")
     layout = list(trainer_layout(folder, torch.bfloat16))
-    answers = {name: found(engine, plant(layout)) for name, plant in FAULTS.items()}
-    answers["an expert's name, all ranks"] = found(engine, FAULTS["an expert's name"](layout), every_name=True)
+    sound = ask_engine(engine, fusing_groups(layout))
+    answers = {"none": list(map(str, sound.findings))}
+    answers |= {name: found(engine, plant(layout)) for name, plant in FAULTS.items()}
+    three = "three that are no matter of each other"
+    answers[f"{three}, all ranks"] = found(engine, FAULTS[three](layout), every_name=True)
     in_float8, blocks = engine_of(float8, tp_size=4, ep_size=2), list(trainer_layout(float8, torch.bfloat16))
     answers |= {name: found(in_float8, plant(blocks)) for name, plant in FLOAT8_FAULTS.items()}
-    mtp, target = list(mtp_layout(folder, layout)), examine(engine, fusing_groups(layout), every_name=False)
+    mtp = list(mtp_layout(folder, layout))
     for name, plant in DRAFT_FAULTS.items():
-        draft = examine_draft(engine, target, layout, plant(mtp))
+        draft = examine_draft(engine, sound.ranks, layout, plant(mtp))
         answers[name] = list(map(str, draft.answer.findings))
         assert not draft.filled_by_trainer
     return answers
 
 
-def tied(folder: Path) -> dict[str, list[str]]:
+def tied(model: str) -> dict[str, list[str]]:
     """Qwen2.5 with tied embeddings.
 
     The last pipeline stage has a head of its own, which it fills from the embedding.
     """
+    folder = imported(model)
     one, two = engine_of(folder, tp_size=2), engine_of(folder, tp_size=2, pp_size=2)
     layout = list(trainer_layout(folder, torch.bfloat16))
     return {
@@ -177,51 +185,31 @@ def tied(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def routing(folder: Path) -> dict[str, list[str]]:
+def routing(model: str) -> dict[str, list[str]]:
     """DeepSeek-V4, of which the first layers have a table of experts for each token: a buffer of transformers'
     class."""
+    folder = imported(model)
     engine, layout = engine_of(folder, tp_size=2, ep_size=2), list(trainer_layout(folder, torch.bfloat16))
     return {name: found(engine, plant(layout)) for name, plant in ROUTING_FAULTS.items()}
 
 
-def mxfp4(folder: Path) -> dict[str, list[str]]:
+def mxfp4(model: str) -> dict[str, list[str]]:
     """gpt-oss at tp 8, where the last rank's part of each expert is half padding."""
+    folder = imported(model)
     engine, layout = engine_of(folder, tp_size=8), list(trainer_layout(folder, torch.bfloat16))
     faults = {name: found(engine, plant(layout), padded=True) for name, plant in MXFP4_FAULTS.items()}
     return faults | {"mxfp4: each rank padded": found(engine_of(folder, tp_size=2), layout, padded=True)}
 
 
-def engine_of(folder: Path, tp_size: int, pp_size: int = 1, **arguments: object) -> "EngineShape":
+def engine_of(folder: Path, tp_size: int, pp_size: int = 1, **arguments: object) -> EngineShape:
     arguments |= {"tp_size": tp_size, "pp_size": pp_size, "dtype": "bfloat16"}
     return EngineShape(folder=folder, arguments=arguments, tp=tp_size, pp=pp_size, processes=2)
 
 
 def found(
-    engine: "EngineShape", views: Sequence["TensorView"], every_name: bool = False, padded: bool = False
+    engine: EngineShape, views: Sequence[TensorView], every_name: bool = False, padded: bool = False
 ) -> list[str]:
     """Return the problems of one engine with these tensors. padded: its ranks, or the last one, hold padding."""
     answer = ask_engine(engine, fusing_groups(views), every_name=every_name)
     assert bool(answer.padding) == padded, answer.padding
     return [f"{each}{f'; so layers {each.layers}' if each.layers else ''}" for each in answer.findings]
-
-
-if __name__ == "__main__":
-    folders = [Path(each) for each in sys.argv[2:]]
-    cpu_standins.activate()
-    os.environ.update(cpu_environment(1))
-    meta_model.prepare_import(folders[0], draft=True)
-    import torch
-
-    from harness.tools.engine_class.draft_model import examine_draft, mtp_layout
-    from harness.tools.engine_class.engine_answer import ask_engine
-    from harness.tools.engine_class.traced_ranks import EngineShape, examine
-    from harness.tools.full_size.trainer_names import trainer_layout
-    from harness.weights.fusing import fusing_groups
-    from harness.weights.tensor_view import TensorView
-
-    meta_model.import_all(folders[0])
-    print(
-        json.dumps(
-            {"deepseek_v3": deepseek_v3, "tied": tied, "routing": routing, "mxfp4": mxfp4}[sys.argv[1]](*folders)
-        )
-    )

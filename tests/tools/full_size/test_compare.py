@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.full_size.command import run
 from harness.tools.full_size.compare import Comparison, ask, compare, lines_of
+from harness.tools.full_size.model_and_options import Options
 from harness.tools.trial.environment import Environment
 from harness.weights.findings import Finding, grouped
-from tests.tools.full_size.test_full_size import full_size, with_layers
-from tests.tools.full_size.test_releases import INSTALLED, NONE
 
 LAYERS = range(3)
 EXPERTS = range(4)
@@ -59,13 +60,6 @@ def test_a_name_that_only_one_trainer_sends_is_said_once_for_all_layers_and_expe
     assert found.verdict().startswith("VERDICT: what arrives differs between sglang 1.0")
 
 
-def test_a_shape_that_is_sent_otherwise_differs_in_what_arrives() -> None:
-    def wider(table: dict[str, Any]) -> None:
-        table["sent"]["model.norm.weight"] = ["float32", [4]]
-
-    assert compared(wider).arrives == ("model.norm.weight: bfloat16 [4] -> float32 [4]",)
-
-
 def unknown(*names: str) -> list[dict[str, Any]]:
     return [Finding(kind="unknown", tensor=name).table() for name in names]
 
@@ -93,11 +87,6 @@ def test_a_name_that_is_lost_in_both_is_no_difference_and_one_that_arrives_again
     assert line.startswith("with sglang 1.0 with transformers 5: lm_head.weight: ")
 
 
-def test_a_name_that_cannot_be_followed_any_more_is_a_difference() -> None:
-    found = compared(lambda table: table["not_followed"].append("model.norm.weight"))
-    assert found.arrives == ("model.norm.weight: cannot be followed with sglang 2.0 with transformers 5",)
-
-
 def test_parameters_that_differ_are_printed_with_their_ranks_and_do_not_matter_for_arriving() -> None:
     def pad(table: dict[str, Any]) -> None:
         held = table["held"][0]["parameters"]
@@ -112,19 +101,37 @@ def test_parameters_that_differ_are_printed_with_their_ranks_and_do_not_matter_f
     assert "their engines hold other parameters" in found.verdict()
 
 
-def test_a_parameter_that_one_engine_alone_has_is_named() -> None:
-    def add(table: dict[str, Any]) -> None:
-        table["held"][0]["parameters"]["lm_head.weight"] = ["bfloat16", [16, 4]]
-
-    assert compared(add).holds == ("lm_head.weight: held only by sglang 2.0 with transformers 5, bfloat16 [16, 4]",)
+NEWER = "sglang 2.0 with transformers 5"
 
 
-def test_a_release_that_cannot_build_the_engine_differs_in_its_own_words() -> None:
-    def fail(table: dict[str, Any]) -> None:
-        table |= {"cannot_build": "ValueError: 192 is not divisible by 128", "held": [], "ranks": []}
-
-    [line] = compared(fail).arrives
-    assert line == ("sglang 2.0 with transformers 5 cannot build the engine: ValueError: 192 is not divisible by 128")
+@pytest.mark.parametrize(
+    ("change", "arrives", "holds"),
+    [
+        (
+            lambda table: table["sent"].update({"model.norm.weight": ["float32", [4]]}),
+            ("model.norm.weight: bfloat16 [4] -> float32 [4]",),
+            (),
+        ),
+        (
+            lambda table: table["not_followed"].append("model.norm.weight"),
+            (f"model.norm.weight: cannot be followed with {NEWER}",),
+            (),
+        ),
+        (
+            lambda table: table["held"][0]["parameters"].update({"lm_head.weight": ["bfloat16", [16, 4]]}),
+            (),
+            (f"lm_head.weight: held only by {NEWER}, bfloat16 [16, 4]",),
+        ),
+        (
+            lambda table: table.update(cannot_build="ValueError: 192 is not divisible by 128", held=[], ranks=[]),
+            (f"{NEWER} cannot build the engine: ValueError: 192 is not divisible by 128",),
+            (),
+        ),
+    ],
+)
+def test_what_differs_is_named(change: Any, arrives: tuple[str, ...], holds: tuple[str, ...]) -> None:
+    found = compared(change)
+    assert (found.arrives, found.holds) == (arrives, holds)
 
 
 def test_one_line_for_what_is_alike() -> None:
@@ -135,22 +142,6 @@ def test_one_line_for_what_is_alike() -> None:
     assert str(alike).startswith("a.layers.1.b: ") and str(alike).endswith("; and 1 like it (layers 1, 2)")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("version", [*INSTALLED][:1] or [NONE])
-def test_two_real_releases(version: str, tmp_path: Path) -> None:
-    folder = with_layers("qwen3_30b_a3b", 2, tmp_path)
-    words = [str(folder), "--tp", "2"]
-    there, here = (
-        ask(Environment(python=str(INSTALLED[version])), words),
-        ask(Environment(python=sys.executable), words),
-    )
-    found = compare(there, here)
-    assert there["versions"]["sglang"] == version != here["versions"]["sglang"]
-    assert found.sent == len(here["sent"]) > 700 and found.arrives == ()
-    there["sent"].popitem()
-    assert len(compare(there, here).arrives) == 1
-
-
 @pytest.mark.slow
 def test_an_answer_that_a_release_cannot_give_has_its_words(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"], "model_type": "llama"}))
@@ -158,7 +149,10 @@ def test_an_answer_that_a_release_cannot_give_has_its_words(tmp_path: Path) -> N
         ask(Environment(python=sys.executable), [str(tmp_path)])
 
 
-@pytest.mark.slow
-def test_a_whole_run_cannot_be_compared() -> None:
-    run = full_size("qwen3_30b_a3b", "--tp", 4, "--nnodes", 2, "--against", "0.5.17")
-    assert run.returncode == 2 and "--against compares one engine" in run.stderr.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"nnodes": 2}, "--against compares one engine"), ({"page": "page.html"}, "--page shows one answer")],
+)
+def test_what_cannot_be_compared_is_one_sentence(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run("qwen3_30b_a3b", Options(against="0.5.17", tp=4, **options))

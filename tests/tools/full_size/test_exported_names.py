@@ -1,7 +1,6 @@
 """--names: somebody's own export against the engine that a config.json describes."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,37 +21,32 @@ from harness.tools.full_size.name_lists import Expected, lists_of
 from harness.tools.verify.question import check_folder
 from harness.weights.findings import Finding
 from harness.weights.tensor_view import TensorView
+from tests.tools.full_size.forks import REPOSITORY, answer_of
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 LISTS = ("sent_and_not_expected", "expected_and_not_sent", "other_shapes_or_dtypes")
-NAMED: dict[str, tuple[str, str, int, str]] = {
-    "prefix": ("sent_and_not_expected", "module.model.embed_tokens.weight", 1, "the prefix module.; without it all"),
-    "no q_norm": ("expected_and_not_sent", "model.layers.0.self_attn.q_norm.weight", 2, ""),
-    "an expert of one rank lost": ("expected_and_not_sent", "model.layers.1.mlp.experts.7.gate_proj.weight", 1, ""),
-    "gate and up fused": (
-        "sent_and_not_expected",
-        "model.layers.0.mlp.experts.0.gate_up_proj.weight",
-        16,
-        "",
-    ),
-    "half a shard": ("other_shapes_or_dtypes", "model.layers.0.self_attn.o_proj.weight", 2, ""),
-    "counted from the stage": (
-        "sent_and_not_expected",
-        "model.layers.3.self_attn.q_proj.weight",
-        1,
-        "layer 3 is sent besides and layer 1 is not sent",
-    ),
-    "AWQ": ("sent_and_not_expected", "model.layers.0.self_attn.q_proj.qweight", 2, ""),
-    "no head": ("expected_and_not_sent", "lm_head.weight", 1, ""),
+NAMED: dict[str, dict[str, dict[str, int]]] = {
+    "prefix": {"sent_and_not_expected": {"module.model.embed_tokens.weight": 1}},
+    "some lost, others halved": {
+        "expected_and_not_sent": {
+            "model.layers.0.self_attn.q_norm.weight": 2,
+            "model.layers.1.mlp.experts.7.gate_proj.weight": 1,
+            "lm_head.weight": 1,
+        },
+        "other_shapes_or_dtypes": {"model.layers.0.self_attn.o_proj.weight": 2},
+    },
+    "other names": {
+        "sent_and_not_expected": {
+            "model.layers.0.mlp.experts.0.gate_up_proj.weight": 16,
+            "model.layers.0.self_attn.q_proj.qweight": 2,
+        }
+    },
+    "counted from the stage": {"sent_and_not_expected": {"model.layers.3.self_attn.q_proj.weight": 1}},
 }
-"""Export -> the list that must name it, a name there, how many names that line counts, and a part of the cause."""
-
-
-def run(*arguments: object, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, cwd=cwd,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+"""Export -> list -> names that it must have, and how many names each of these lines counts."""
+CAUSES = {
+    "prefix": "the prefix module.; without it all",
+    "counted from the stage": "layer 3 is sent besides and layer 1 is not sent",
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,29 +64,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def answers(folder: Path) -> dict[str, Any]:
-    done = run(Path(__file__).with_name("exported_names_of.py"), folder)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("export", NAMED)
-def test_what_is_wrong_with_an_export_is_named(export: str, answers: dict[str, Any]) -> None:
-    title, name, count, cause = NAMED[export]
-    found = answers[export]
-    assert found["code"] == 1
-    assert [each["count"] for each in found[title] if each["name"] == name] == [count], found
-    assert cause in " ".join(found["causes"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("export", ["right", "with a table"])
-def test_a_right_export_is_silent(export: str, answers: dict[str, Any]) -> None:
-    found = answers[export]
-    assert found["code"] == 0 and not any(found[title] for title in LISTS)
-    assert bool(found["passed_over"]) == (export == "with a table")
+def test_what_is_wrong_with_an_export_is_named_and_a_right_one_is_silent(folder: Path) -> None:
+    answers = answer_of("tests.tools.full_size.exported_names_of:answers", folder)
+    right = answers["right, with a table"]
+    assert right["code"] == 0 and right["passed_over"] and not any(right[title] for title in LISTS)
+    for export, lists in NAMED.items():
+        found = answers[export]
+        assert found["code"] == 1
+        for title, names in lists.items():
+            assert names.items() <= {each["name"]: each["count"] for each in found[title]}.items(), found
+        assert CAUSES.get(export, "") in " ".join(found["causes"])
 
 
 DENSE = {
@@ -115,33 +97,26 @@ is awq_marlin."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", FOUR_BITS)
+@pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.long)])
 def test_four_bits_arrive_and_a_lost_scale_is_named_by_the_index_alone(method: str, tmp_path: Path) -> None:
     fields, more = FOUR_BITS[method]
     quantized = {"quant_method": method, "bits": 4, "group_size": 128, **more}
     (tmp_path / "config.json").write_text(json.dumps({**fields, "quantization_config": quantized}))
-    done = run(Path(__file__).with_name("exported_names_of.py"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.splitlines()[-1])
-    lost = answers.pop("index without scales of k")
+    answers = answer_of("tests.tools.full_size.exported_names_of:answers", tmp_path)
+    right, lost = answers["shapes"], answers["index without scales of k"]
     assert [each["name"] for each in lost["expected_and_not_sent"]] == ["model.layers.1.self_attn.k_proj.scales"]
-    assert lost["code"] == 1
-    for export, found in answers.items():
-        assert found["code"] == 0 and not any(found[title] for title in LISTS), export
+    assert lost["code"] == 1 and not lost["sent_and_not_expected"] and not lost["other_shapes_or_dtypes"]
+    assert right["code"] == 0 and not any(right[title] for title in (*LISTS, "passed_over"))
 
 
 @pytest.mark.slow
 def test_an_index_without_its_files_says_so_and_the_lists_come_first(folder: Path, tmp_path: Path) -> None:
-    script = (
-        "from exported_names_of import *; prepare_import(Path(sys.argv[1])); import torch\n"
-        "from harness.tools.full_size.trainer_names import trainer_layout\n"
-        "print(json.dumps([view.name for view in trainer_layout(Path(sys.argv[1]), torch.bfloat16)]))"
-    )
-    names = json.loads(run("-c", script, folder, cwd=Path(__file__).parent).stdout.splitlines()[-1])
+    names = answer_of("tests.tools.full_size.exported_names_of:right_names", folder)
     index = tmp_path / "model.safetensors.index.json"
     sent = {name: "model-00001-of-00002.safetensors" for name in names if "k_norm" not in name}
     index.write_text(json.dumps({"weight_map": sent}))
-    done = run("launch/full_size.py", folder, "--tp", 2, "--names", index)
+    command = [sys.executable, "launch/full_size.py", folder, "--tp", "2", "--names", index]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stdout.splitlines() if not line.startswith(("building", "importing"))][1:]
     assert done.returncode == 1, done.stderr
     assert lines[0] == "sent and not expected: none"

@@ -16,7 +16,8 @@ from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size.model_and_options import SECTIONS, Options, read_question
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_names
 from harness.weights.fp8_blocks import is_quantized
-from tests.tools.full_size.test_full_size import MODELS, REPOSITORY, full_size, with_layers
+from tests.tools.full_size.forks import REPOSITORY, full_size
+from tests.tools.full_size.test_full_size import MODELS, with_layers
 
 RANKS = 8
 

@@ -1,8 +1,6 @@
 """Names and numbers of architectures that are unlike the shipped ones: KV caches, towers, spellings, pipelines."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,9 @@ from harness.tools.full_size.whole_run import kv_cache
 from harness.weights.layer_names import NO_LAYER, layer_of, without_layer
 from harness.weights.presync_checks import elements_read
 from harness.weights.tensor_view import TensorView
+from tests.tools.full_size.forks import answer_of, full_size
+from tests.tools.full_size.test_full_size import MODELS
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-MODELS = REPOSITORY / "configs/models"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 4, "vocab_size": 256,
@@ -75,15 +73,6 @@ def test_columns_of_each_expert_are_counted_without_a_mark_for_each_element() ->
 def written(folder: Path, fields: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
-
-
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-
-
-def full_size(*words: object) -> subprocess.CompletedProcess[str]:
-    return run("launch/full_size.py", *words)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +154,8 @@ MLA, INDEXER = 2 * 576, 132
     ],
 )
 def test_kv_cache_is_what_sglang_counts(name: str, tp: int, pp: int, expected: Sequence[dict[str, float]]) -> None:
-    ran = run("tests/tools/full_size/kv_caches.py", MODELS / name, tp, pp)
-    assert ran.returncode == 0, ran.stderr
     nothing = {"full": 0, "window": 0, "window_ratio": 1.0, "state_ratio": 0.0, "unknown": ""}
-    stages = json.loads(ran.stdout.splitlines()[-1])  # after lines on progress, on a busy machine
+    stages = answer_of("tests.tools.full_size.asked:kv_caches", MODELS / name, tp, pp)
     assert [stage["auto"] for stage in stages] == [nothing | each for each in expected]
     assert [stage["bfloat16"] for stage in stages] == [stage["auto"] for stage in stages]
 
@@ -208,9 +195,7 @@ def test_a_vision_tower_is_built_though_only_an_index_would_name_it(tmp_path: Pa
     plain = full_size(folder)
     assert plain.returncode == 1
     assert "vision_model" in plain.stdout and "enable_multimodal" in plain.stdout
-    ran = run("tests/tools/full_size/with_vision.py", folder)
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    found = answer_of("tests.tools.full_size.asked:with_vision", folder)
     assert found["problems"] == [] and found["notes"] == []
     assert any(name.startswith("vision_model.") for name in found["held"])
     assert found["held_layers"] == [0, 1, 2, 3]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
@@ -23,7 +23,8 @@ from harness.tools.full_size.page import page_of
 from harness.weights.findings import Finding
 from harness.weights.tensor_view import TensorView
 from harness.weights.traced.coverage import LoadCoverage
-from tests.tools.full_size.test_full_size import full_size, with_layers
+from tests.tools.full_size.forks import full_size
+from tests.tools.full_size.test_full_size import with_layers
 from tests.tools.full_size.test_gpu_stages import of
 
 LAYERS = range(9)
@@ -118,11 +119,6 @@ def test_one_lost_expert_marks_its_layer_and_rank_alone() -> None:
     assert '<body class="code1">' in page and f"first: {experts(7)}: on engine rank 3" in page
 
 
-def test_padding_is_no_fault() -> None:
-    page = page_with({3: {experts(layer): 64 for layer in LAYERS}})
-    assert shades(page, ", rank 3: 96.88% filled") == {"padded"}
-
-
 def test_more_than_the_padding_is_a_fault_of_its_rank_alone() -> None:
     padding = {experts(layer): 64 for layer in LAYERS}
     page = page_with({2: padding, 3: padding | {experts(7): 96}})
@@ -197,32 +193,17 @@ def test_a_gpu_that_holds_too_much_is_told_with_its_table() -> None:
     assert all(f"<th>{stage}</th>" in page for stage in memory.stages)
 
 
-def test_a_page_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
-    done = full_size("deepseek_v3", "--page", tmp_path / "none" / "page.html")
-    assert done.returncode == 2 and "--page" in done.stderr.splitlines()[-1], done.stderr
-
-
-def test_a_page_shows_one_release(tmp_path: Path) -> None:
-    done = full_size("deepseek_v3", "--against", "0.5.17", "--page", tmp_path / "page.html")
-    assert done.returncode == 2 and "--page shows one answer" in done.stderr.splitlines()[-1], done.stderr
-
-
-def pages(tmp_path: Path, *arguments: object) -> Iterator[Any]:
-    """Yield the exit code, the verdict, the JSON and the page of one call."""
-    page, table = tmp_path / "page.html", tmp_path / "found.json"
-    done = full_size(*arguments, "--page", page, "--json", table)
-    yield done.returncode
-    yield done.stdout.splitlines()[-1].removeprefix("VERDICT: ")
-    yield json.loads(table.read_text())
-    yield page.read_text()
-
-
-@pytest.mark.long
-def test_a_real_run_has_its_page(tmp_path: Path) -> None:
-    folder = with_layers("qwen3_30b_a3b", 6, tmp_path)
-    code, verdict, table, page = pages(tmp_path, folder, "--tp", 2, "--pp", 2, "--nnodes", 2)
-    assert code == 0 and table["verdict"] == verdict
-    assert f"<h1>{verdict}</h1>" in unescape(page)
+@pytest.mark.slow
+def test_a_whole_run_says_what_fits_and_has_its_page(tmp_path: Path) -> None:
+    page_file, file = tmp_path / "page.html", tmp_path / "found.json"
+    folder, words = with_layers("qwen3_30b_a3b", 6, tmp_path), ["--actor.microbatch_size", 1]
+    done = full_size(folder, "--tp", 2, "--pp", 2, "--nnodes", 2, "--page", page_file, "--json", file, *words)
+    assert done.returncode == 0, done.stderr
+    verdict, page, table = done.stdout.splitlines()[-1], page_file.read_text(), json.loads(file.read_text())
+    assert "it fits; generate is the fullest stage" in verdict
+    assert list(table["run"]["stages"]) == ["sync", "generate", "log_probs", "update_actor"]
+    assert table["run"]["fits"] and table["run"]["problems"] == []
+    assert f"VERDICT: {table['verdict']}" == verdict and f"<h1>{table['verdict']}</h1>" in unescape(page)
     for each in table["ranks"]:
         assert f"rank {each['rank']}: {each['parameters']} parameters, {each['bytes']:,} bytes" in page
     assert shades(page, " filled, ") == {"whole"}

@@ -1,17 +1,19 @@
 """Releases of SGLang that a bisect has installed on this machine, asked about a model of true widths."""
 
 import json
-import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.engine_class.meta_groups import call_with
+from harness.tools.full_size.compare import ask, compare
 from harness.tools.trial.environment import Environment, store_root
-from tests.tools.full_size.test_full_size import MODELS, REPOSITORY, full_size, with_layers
+from tests.tools.full_size.test_full_size import MODELS, with_layers
 
 INSTALLED = {
     folder.parent.name.split("-")[1]: folder.parent / "venv" / "bin" / "python"
@@ -26,32 +28,29 @@ NONE = pytest.param(
 )
 
 
-def ask_release(version: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run launch/full_size.py with the Python of an installed release."""
-    python = str(INSTALLED[version])
-    variables = Environment(python=python).variables(cpu_mode=True, imports_harness=True)
-    command = [python, "launch/full_size.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=400)
+def ask_release(python: Path | str, *words: object) -> dict[str, Any]:
+    return ask(Environment(python=str(python)), list(map(str, words)))
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return a model, and what this release says of it."""
+    folder = with_layers("qwen2_5_72b", 4, tmp_path_factory.mktemp("model"))
+    return folder, ask_release(sys.executable, folder, "--tp", 4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("version", ASKED or [NONE])
-def test_an_installed_release_holds_what_this_one_does(version: str, tmp_path: Path) -> None:
-    folder, here, there = with_layers("qwen2_5_72b", 4, tmp_path), tmp_path / "here.json", tmp_path / "there.json"
-    runs = full_size(folder, "--tp", 4, "--json", here), ask_release(version, folder, "--tp", 4, "--json", there)
-    for run in runs:
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert run.stdout.splitlines()[-1].startswith("VERDICT: every name arrives whole")
-    assert json.loads(there.read_text())["ranks"] == json.loads(here.read_text())["ranks"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("version", ASKED or [NONE])
-def test_an_installed_release_without_the_class_is_125_in_one_sentence(version: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"], "model_type": "llama"}))
-    run = ask_release(version, tmp_path)
-    assert run.returncode == 125 and "Traceback" not in run.stderr, run.stderr
-    assert f"sglang {version} has no class for NobodysForCausalLM" in run.stderr.splitlines()[-1]
+def test_an_installed_release_gets_and_holds_what_this_one_does(
+    version: str, asked: tuple[Path, dict[str, Any]]
+) -> None:
+    folder, here = asked
+    there = ask_release(INSTALLED[version], folder, "--tp", 4)
+    assert there["versions"]["sglang"] == version != here["versions"]["sglang"]
+    assert here["verdict"].startswith("every name arrives whole") and there["ranks"] == here["ranks"]
+    assert compare(there, here).arrives == ()
+    there["sent"].popitem()
+    assert len(compare(there, here).arrives) == 1
 
 
 def test_a_function_of_sglang_gets_what_it_names_and_no_more() -> None:
@@ -82,7 +81,5 @@ def test_the_release_that_follows_the_norms_of_qwen3_5(version: str, is_followed
     fields = json.loads((MODELS / "qwen3_5_397b_a17b" / "config.json").read_text())
     fields["text_config"] |= {"num_hidden_layers": 4, "layer_types": fields["text_config"]["layer_types"][:4]}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    run = ask_release(version, tmp_path, "--json", tmp_path / "found.json")
-    assert run.returncode == 0, run.stdout + run.stderr
     norm = "model.language_model.layers.0.input_layernorm.weight"
-    assert (norm not in json.loads((tmp_path / "found.json").read_text())["not_followed"]) == is_followed
+    assert (norm not in ask_release(INSTALLED[version], tmp_path)["not_followed"]) == is_followed

@@ -1,9 +1,6 @@
 """The shipped configs: both sides read them, and the classes that they name have the published number of parameters."""
 
 import json
-import os
-import subprocess
-import sys
 import tomllib
 from dataclasses import dataclass
 from decimal import Decimal
@@ -20,9 +17,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from harness.tools.full_size.trainer_names import trainer_layout
+from tests.tools.full_size.forks import REPOSITORY, answer_of
+from tests.tools.full_size.test_full_size import MODELS
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-MODELS = REPOSITORY / "configs/models"
 NAMES = sorted(file.parent.name for file in MODELS.glob("*/config.json"))
 ONLY_SGLANG = {"kimi_k2", "kimi_k3"}
 """Their model_type is unknown to transformers. Kimi-K2 still names a class of transformers; Kimi-K3 does not."""
@@ -89,21 +86,6 @@ def numbers(name: str) -> dict[str, int]:
     return {field: value for field, value in text_fields(name).items() if type(value) is int and field not in renamed}
 
 
-@pytest.fixture(scope="module")
-def sglang_reads() -> dict[str, Any]:
-    """Return what SGLang's ModelConfig says of every folder."""
-    return dict(json.loads(last_line("sglang_configs.py", *(str(MODELS / name) for name in NAMES))))
-
-
-def last_line(program: str, *arguments: str) -> str:
-    """Run a program of this folder, and return the last line that it prints."""
-    command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
-
-
 def transformers_config(name: str) -> PreTrainedConfig:
     """Return the config that the class named in config.json takes."""
     if name not in ONLY_SGLANG:
@@ -145,8 +127,11 @@ def test_the_class_has_the_published_number_of_parameters(published: Published) 
 
 
 @pytest.mark.long
-def test_sglangs_class_for_kimi_k3_has_the_published_number_of_parameters() -> None:
-    check(KIMI_K3, int(last_line("sglang_parameters.py", str(MODELS / KIMI_K3.name), "sglang.srt.models.kimi_k3")))
+def test_sglangs_class_for_kimi_k3_has_the_published_number_of_parameters(tmp_path: Path) -> None:
+    fields = published_fields(KIMI_K3.name)
+    text = {name: value for name, value in text_fields(KIMI_K3.name).items() if name != "quantization_config"}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"text_config": text}))
+    check(KIMI_K3, answer_of("tests.tools.full_size.asked:sglang_parameters", tmp_path))
 
 
 def check(published: Published, counted: int) -> None:
@@ -176,13 +161,15 @@ def test_transformers_reads_every_number(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
-def test_sglang_reads_every_number(name: str, sglang_reads: dict[str, Any]) -> None:
-    fields, read, published = published_fields(name), sglang_reads[name], numbers(name)
-    quantization = text_fields(name).get("quantization_config", {})
-    assert read["architecture"] == fields["architectures"][0]
-    assert read["quantization"] == quantization.get("quant_method")
-    assert {field: read["fields"].get(field) for field in published} == published
+def test_sglang_reads_every_number() -> None:
+    for name, read in answer_of(
+        "tests.tools.full_size.asked:sglang_configs", *(MODELS / name for name in NAMES)
+    ).items():
+        fields, published = published_fields(name), numbers(name)
+        quantization = text_fields(name).get("quantization_config", {})
+        assert read["architecture"] == fields["architectures"][0]
+        assert read["quantization"] == quantization.get("quant_method")
+        assert {field: read["fields"].get(field) for field in published} == published
 
 
 def test_the_bf16_config_is_the_published_one_without_quantization() -> None:

@@ -1,44 +1,23 @@
 """What a trainer rank holds, executed on fake tensors: against plain sums, and against the execution of every layer.
 
-Each model runs in a process of its own, because the fake process group lasts as long as the process.
+Each is executed in a fork of its own, because the fake process group lasts as long as the process.
 """
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from harness.tools.full_size.trainer_memory import Repeats, repeats_of
+from tests.tools.full_size.forks import answer_of
 
 pytestmark = pytest.mark.slow
-
-PROGRAM = """
-import dataclasses, json, sys
-from harness.config.layers import build_config, Layer
-from harness.task.tiny_models import tiny_config
-from harness.tools.full_size.trainer_memory import Execution, trainer_peaks
-name, overrides, keys, ranks, role, every = json.loads(sys.argv[1])
-config = build_config([Layer("a default", {"model": {"dtype": "bfloat16"}}), Layer("a test", keys)])
-whole = Execution(model_config=tiny_config(name, "cpu", overrides), config=config, ranks=ranks, role=role)
-if every:
-    found = whole.run()
-else:
-    found = trainer_peaks(whole, [dataclasses.replace(whole, layers=each).run() for each in whole.layers_to_execute()])
-print(json.dumps(dataclasses.asdict(found)))
-"""
 
 
 def peaks(
     name: str, overrides: dict[str, Any] | None = None, *, ranks: int = 8, role: str = "actor", every: bool = False,
     **keys: dict[str, Any],
 ) -> dict[str, int]:  # fmt: skip
-    words = json.dumps([name, overrides or {}, keys, ranks, role, every])
-    done = subprocess.run([sys.executable, "-c", PROGRAM, words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return dict(answer_of("tests.tools.full_size.asked:peaks", name, overrides or {}, keys, ranks, role, every))
 
 
 @pytest.mark.parametrize(
