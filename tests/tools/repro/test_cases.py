@@ -1,4 +1,7 @@
-"""Real runs: each broken variant fails in the known way, and its control passes; by default two quick ones."""
+"""Real runs: each broken variant fails in the known way, and its control passes.
+
+By default those that need no process; test_command.py and test_run_cases.py run the quickest of the others.
+"""
 
 import importlib.metadata
 import os
@@ -26,7 +29,8 @@ from harness.tools.repro.run_cases import judge, run_case, sharing_imports
 from harness.tools.trial.trial import Outcome, judge_words
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-QUICK = ("cpu-payload-authkey", "missing-main-guard")
+QUICK = ("cpu-payload-authkey", "illegal-cuda-visible-devices", "missing-main-guard")
+"""Those of test_command.py and test_run_cases.py."""
 HERE = (
     "hf-router-masking",
     "lost-correction-bias",
@@ -134,11 +138,6 @@ def check_verdict(slug: str, all_printed: str, printed: str) -> None:
         pytest.skip(last)
     expected = "not reproduced: " if slug in NOT_HERE else "reproduced: "
     assert last.startswith(expected) and NOT_HERE.get(slug, "") in last, all_printed
-
-
-@pytest.mark.parametrize("slug", QUICK)
-def test_quick(slug: str) -> None:
-    check(slug)
 
 
 @pytest.mark.parametrize("slug", HERE)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import repro as script
 
 from harness.tools.repro.case import all_cases
 
@@ -17,14 +18,11 @@ def repro(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def listed(*options: str) -> list[str]:
-    """The names that `list` shows."""
-    ended = repro("list", *options)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    return [line.split()[0] for line in ended.stdout.splitlines()]
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    def listed(*options: str) -> list[str]:
+        assert script.main(["list", *options]) == 0
+        return [line.split()[0] for line in capsys.readouterr().out.splitlines()]
 
-
-def test_list() -> None:
     assert listed() == list(all_cases())
     gpus = listed("--needs", "one_gpu", "several_gpus")
     assert "nccl-cumem-skew" in gpus and "release-twice" in gpus and "ipv6-dist-init-addr" not in gpus
@@ -59,31 +57,26 @@ def test_show_has_cause_fix_difference_and_where_it_was_seen() -> None:
         (["run", QUICK, "--all"], "either names of cases or --all"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:
-    ended = repro(*arguments)
-    assert ended.returncode == 2 and words in ended.stderr and ended.stderr.count("\n") == 1
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["14178", "#14178", "https://github.com/sgl-project/sglang/issues/14178"])
-def test_a_case_is_found_by_the_number_of_an_issue(name: str) -> None:
-    ended = repro("show", name)
-    assert ended.returncode == 0 and "dsv3-qkv-a-split: " in ended.stdout, ended.stderr
+def test_a_case_is_found_by_the_number_of_an_issue(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["show", name]) == 0
+    assert "dsv3-qkv-a-split: " in capsys.readouterr().out
 
 
-def test_run_prints_what_showed() -> None:
-    ended = repro("run", QUICK)
-    assert ended.returncode == 1
-    assert "differs in: " in ended.stdout and '\nreproduced: "WRONG repeated: ' in ended.stdout
-
-
-def test_without_gpus_a_case_that_needs_them_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    ended = repro("run", "nccl-cumem-skew")
-    assert ended.returncode == 125
-    assert "cannot run here: it needs 2 GPU(s), and this process can use 0." in ended.stdout
-
-
-def test_several_cases_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_cases_are_shown_and_counted_and_one_that_needs_gpus_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ended = repro("run", QUICK, "missing-main-guard", "nccl-cumem-skew")
     assert ended.returncode == 1 and ended.stdout.endswith("\n2 reproduced, 1 cannot run here\n")
+    assert "differs in: " in ended.stdout and '\nreproduced: "WRONG repeated: ' in ended.stdout
+    assert "cannot run here: it needs 2 GPU(s), and this process can use 0." in ended.stdout
+    assert repro("run", "nccl-cumem-skew").returncode == 125

@@ -30,14 +30,13 @@ def run(
     server: ForkServer,
     function: Callable[[bytes], None],
     folder: Path,
-    tick: Callable[[], None] = lambda: None,
     **variables: str,
 ) -> tuple[Ended, str]:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
     log = folder / "log"
     with log.open("wb") as output:
         name = f"{__name__}:{function.__name__}"
-        ended = run_forked_tree(server, name, b"word", output=output, cwd=folder, env=env, tick=tick)
+        ended = run_forked_tree(server, name, b"word", output=output, cwd=folder, env=env, tick=lambda: None)
     return ended, log.read_text()
 
 
@@ -85,31 +84,6 @@ def test_a_program_has_a_server_and_signals_of_its_own(server: ForkServer, tmp_p
     # A program inherits what this process blocks, as a started one would; an earlier test may have left something.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGQUIT})
     assert run(server, fork_once_more, tmp_path)[0].code == -signal.SIGQUIT
-
-
-def test_signals_that_a_shell_ignores_in_the_background_are_the_programs_own(tmp_path: Path) -> None:
-    own = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-    try:
-        server = ForkServer.start([__name__], {**os.environ, "PYTHONPATH": str(REPOSITORY)})
-        assert run(server, fork_once_more, tmp_path)[0].code == -signal.SIGQUIT
-        server.close()
-    finally:
-        signal.signal(signal.SIGQUIT, own)
-
-
-def stay(_: bytes) -> None:
-    leave_processes()
-    time.sleep(1000)
-
-
-def test_an_exception_of_the_tick_ends_the_program(server: ForkServer, tmp_path: Path) -> None:
-    def tick() -> None:
-        if (tmp_path / "pids").exists():
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(server, stay, tmp_path, tick)
-    assert not running(tmp_path)
 
 
 def kill_supervisor(_: bytes) -> None:
