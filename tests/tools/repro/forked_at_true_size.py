@@ -1,29 +1,23 @@
-"""What every case at a true size imports, once: a fork server imports this module, and then forks the variants."""
+"""What every case at a true size imports, once: a fork server imports this module, and then forks the variants.
 
-# ruff: noqa: E402 - the environment comes before SGLang
+Each rank of a stage is built where a user runs a case; here only those that tell what the others do.
+"""
 
-import os
 import sys
 from pathlib import Path
 
-from harness.runtime import cpu_standins
-
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as prepare_import does, which each variant still calls for its own model
-cpu_standins.activate()
-sys.path.append(str(Path(__file__).resolve().parents[3] / "launch"))
-
-import full_size as script
-import sglang.srt.layers.moe
-import sglang.srt.model_loader.loader  # noqa: F401
-
 from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
+from harness.tools.engine_class import engine_answer
 from harness.tools.repro import shared_imports
 from harness.tools.repro.cases import true_size
+from tests.tools.full_size.imported import script
 
 
 def run_program(words: bytes) -> None:
     """Run a variant in the process that was forked for it; launch/full_size.py is no process of its own there."""
     true_size.full_size = full_size
+    of_every_rank = engine_answer.ask_engine
+    engine_answer.ask_engine = lambda *shape_and_groups, every_name: of_every_rank(*shape_and_groups)
     shared_imports.run_program(words)
 
 
