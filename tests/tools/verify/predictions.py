@@ -1,29 +1,22 @@
-"""A program of test_rank_predictions.py, because SGLang reads its environment as it is imported: predictions in which
-layers stand for others, those in which each is traced itself, and those of pipeline stages.
+"""Predictions in which layers stand for others, those in which each is traced itself, and those of pipeline stages."""
 
-    python -m tests.tools.verify.predictions MODEL TP EP
-"""
-
-import sys
 import tempfile
 
 from harness.task.tiny_models import save_tiny_model
-from harness.tools.full_size.command import prepare_import
+from harness.tools.engine_class.checkpoint_headers import read_headers
+from harness.tools.engine_class.traced_ranks import EngineShape
+from harness.tools.verify.rank_predictions import layout_of, predict
+from harness.tools.verify.server import TARGET
+from tests.tools.full_size.asked import imported
 
 LAYERS = 5
 
 
-def main(model: str, tp: int, ep: int) -> None:
+def compare_predictions(model: str, tp: int, ep: int) -> int:
+    """Return how many ranks were predicted in two ways."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = save_tiny_model(model, scratch, seed=1, overrides={"num_hidden_layers": LAYERS}, texts=["1 + 1 = 2"])
-        prepare_import(folder)
-        from harness.tools.engine_class import meta_model
-        from harness.tools.engine_class.checkpoint_headers import read_headers
-        from harness.tools.engine_class.traced_ranks import EngineShape
-        from harness.tools.verify.rank_predictions import layout_of, predict
-        from harness.tools.verify.server import TARGET
-
-        meta_model.import_all(folder)
+        saved = save_tiny_model(model, scratch, seed=1, overrides={"num_hidden_layers": LAYERS}, texts=["1 + 1 = 2"])
+        folder = imported(str(saved))
         arguments = {"tp_size": tp, "ep_size": ep, "dtype": "float32"}
         shape = EngineShape(folder=folder, arguments=arguments, tp=tp, pp=1, on_gpu=False, processes=2)
         layout, wanted = layout_of(read_headers(folder)), [(TARGET, rank) for rank in range(tp)]
@@ -35,13 +28,9 @@ def main(model: str, tp: int, ep: int) -> None:
             for name in prediction.nbytes:
                 assert short[key].held(name) == prediction.held(name), name
             assert short[key].unfilled == prediction.unfilled
-            print(key, len(prediction.nbytes), "tensors,", len(short[key].like), "by their like")
         arguments = {"pp_size": 2, "dtype": "float32"}
         piped = EngineShape(folder=folder, arguments=arguments, tp=1, pp=2, on_gpu=False, processes=2)
         first, last = predict(piped, layout, [(TARGET, stage) for stage in range(2)]).values()
         assert not first.nbytes.keys() & last.nbytes.keys()
         assert first.nbytes.keys() | last.nbytes.keys() == whole[TARGET, 0].nbytes.keys()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+        return len(whole)
