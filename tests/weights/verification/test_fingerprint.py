@@ -79,55 +79,45 @@ def compare(sync: ToySync) -> FingerprintComparison:
     return compare_fingerprints(sync.weights, sync.loader)
 
 
-def test_what_arrived_is_equal() -> None:
+def test_what_arrived_is_equal_and_a_sync_that_does_nothing_is_caught() -> None:
     sync = sync_of()
     sync.update_engine()
     count = len(SHAPES)
     assert compare(sync) == FingerprintComparison(tensors=count, left=(), compared=count, wrong=())
-
-
-def test_a_sync_that_does_nothing_is_caught() -> None:
-    sync = sync_of()
-    sync.update_engine()
-    assert compare(sync).wrong == ()
     for tensor in sync.tensors.values():
         tensor.mul_(1.001)
     assert set(compare(sync).wrong) == SHAPES.keys()
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_one_stale_element_names_its_tensor_alone(name: str) -> None:
+def test_one_stale_element_names_its_tensor_alone() -> None:
     sync = sync_of()
     sync.update_engine()
-    local(sync.tensors[live_name(name)]).view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
-    assert compare(sync).wrong == (name,)
+    for name in SHAPES:
+        last = local(sync.tensors[live_name(name)]).view(-1)[-1:].view(torch.int32)
+        last.bitwise_xor_(1)
+        assert compare(sync).wrong == (name,)
+        last.bitwise_xor_(1)
 
 
-@pytest.mark.parametrize("off", [1, -1])
-def test_ranks_that_hold_the_same_elements_must_hold_the_same_values(off: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_hold_the_same_elements_must_hold_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever of them is right, and whatever the sum over all of them says."""
     sync = sync_of()
     sync.update_engine()
     held = sync.loader.fingerprints()[0]
     sync.loader.coverage = (sync.loader.coverage[0], replace(sync.loader.coverage[0], rank=1))
     number = next(n for n, group in enumerate(sync.loader.groups) if group.views[0].name == "down")
-    monkeypatch.setattr(
-        EngineLoader, "fingerprints", lambda _: {0: held, 1: held | {f"{number}/0": held[f"{number}/0"] + off}}
-    )
+    other = held | {f"{number}/0": held[f"{number}/0"] + 1}
+    monkeypatch.setattr(EngineLoader, "fingerprints", lambda _: {0: held, 1: other})
     assert "down" in compare(sync).wrong
 
 
-def test_garbage_in_padding_is_caught() -> None:
+def test_garbage_in_padding_and_two_that_were_swapped_are_caught() -> None:
     """A loader makes the rest of a padded tensor zero, and the engine computes with it."""
     sync = sync_of()
     sync.update_engine()
     sync.model.embed.data[6, 1] = 0.5
     assert compare(sync).wrong == ("the padding of embed",)
     assert sync.differences() == ["the padding of embed: 1 of 12 elements on rank 0"]
-
-
-def test_two_that_were_swapped_are_caught() -> None:
-    sync = sync_of()
     sync.update_engine()
     qkv = sync.model.qkv.data
     qkv[4:6], qkv[6:8] = qkv[6:8].clone(), qkv[4:6].clone()

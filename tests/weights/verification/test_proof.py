@@ -105,22 +105,14 @@ def test_an_fp8_engine_may_be_as_far_from_the_trainer_as_its_own_first_load(tmp_
         fp8(tmp_path).computed.set_baseline(tokens(1.1))
 
 
-@pytest.mark.parametrize("mean", [1e-5, 0.0])
-def test_a_difference_within_what_is_allowed_passes(mean: float, tmp_path: Path) -> None:
-    check(proof_of(tmp_path), 0, mean)
-
-
-@pytest.mark.parametrize("mean", [2e-5, math.inf, math.nan])
-def test_a_larger_or_undefined_difference_fails_and_its_cause_is_unknown(mean: float, tmp_path: Path) -> None:
-    with pytest.raises(
-        WeightsDidNotArrive, match=r"^step 2: .* in the mean \(allowed 1e-05\), .* sequence 2 .*: the cause is unknown$"
-    ):
-        check(proof_of(tmp_path), 2, mean)
-
-
-@pytest.mark.parametrize("mean", [2e-5, math.inf])
-def test_without_verification_nothing_fails(mean: float, tmp_path: Path) -> None:
-    check(proof_of(tmp_path, verify=False), 2, mean)
+def test_a_difference_above_what_is_allowed_or_undefined_fails_and_its_cause_is_unknown(tmp_path: Path) -> None:
+    for mean in (1e-5, 0.0):
+        check(proof_of(tmp_path), 0, mean)
+    said = r"^step 2: .* in the mean \(allowed 1e-05\), .* sequence 2 .*: the cause is unknown$"
+    for mean in (2e-5, math.inf, math.nan):
+        with pytest.raises(WeightsDidNotArrive, match=said):
+            check(proof_of(tmp_path), 2, mean)
+        check(proof_of(tmp_path, verify=False), 2, mean)
 
 
 def half(folder: Path, **parts: Any) -> Proof:
@@ -136,33 +128,22 @@ def test_the_trainers_own_rounding_is_what_passes_and_not_the_engines_difference
     assert check(proof, 0, 0.012).dtypes == [], "measured once"
     with pytest.raises(WeightsDidNotArrive):
         check(proof, 1, 0.02, own=0.007)
+    check(proof, 5, 0.02, own=0.015)  # a rollout on which it rounds more is held to that
+    assert check(half(tmp_path), 0, 0.009, own=0.007).dtypes == [torch.float32], "it has no baseline"
+    with pytest.raises(WeightsDidNotArrive):
+        check(half(tmp_path), 0, 0.03, own=0.007)
     with pytest.raises(NoBaseline, match="more than rounding: the trainer's own rounding in bfloat16 is 2.0e-03"):
         half(tmp_path).computed.set_baseline(tokens(0.009, own=0.002))
 
 
-def test_without_a_baseline_the_first_rollout_says_what_the_trainer_rounds(tmp_path: Path) -> None:
-    assert check(half(tmp_path), 0, 0.009, own=0.007).dtypes == [torch.float32]
-    with pytest.raises(WeightsDidNotArrive):
-        check(half(tmp_path), 0, 0.03, own=0.007)
-
-
-def test_a_rollout_on_which_the_trainer_rounds_more_is_held_to_that(tmp_path: Path) -> None:
-    proof = half(tmp_path)
-    proof.computed.set_baseline(tokens(0.009, own=0.007))
-    check(proof, 5, 0.02, own=0.015)
-
-
-@pytest.mark.parametrize("mean", [2e-5, 0.1, math.inf])
-def test_in_float32_more_than_rounding_ends_the_run(mean: float, tmp_path: Path) -> None:
-    proof = proof_of(tmp_path)
-    proof.run.config.rollout.temperature = 0.7
-    with pytest.raises(NoBaseline, match=r"more than rounding.*rollout\.temperature = 0\.7.*launch/mismatch\.py"):
-        proof.computed.set_baseline(tokens(mean))
-
-
-def test_in_float32_a_tensor_that_the_engine_holds_narrower_explains_a_difference_by_name(tmp_path: Path) -> None:
-    view = SimpleNamespace(name="layers.0.gate.weight")
-    copies = [SimpleNamespace(source=view, held=torch.bfloat16)]
+def test_in_float32_more_than_rounding_ends_the_run_but_for_what_the_engine_holds_narrower(tmp_path: Path) -> None:
+    said = r"more than rounding.*rollout\.temperature = 0\.7.*launch/mismatch\.py"
+    for mean in (2e-5, 0.1, math.inf):
+        proof = proof_of(tmp_path)
+        proof.run.config.rollout.temperature = 0.7
+        with pytest.raises(NoBaseline, match=said):
+            proof.computed.set_baseline(tokens(mean))
+    copies = [SimpleNamespace(source=SimpleNamespace(name="layers.0.gate.weight"), held=torch.bfloat16)]
     proof = proof_of(tmp_path)
     proof.run.sync.loader.coverage = (SimpleNamespace(dtype=torch.float32, copies=[copies]),)
     scored = tokens(3e-4, own=5e-4)
@@ -255,19 +236,17 @@ def test_nothing_is_claimed_of_a_poison_that_no_scheduler_answered(
     assert proof.metrics()["sync_tensors_poisoned"] == proof.metrics()["sync_tensors_held"] == 0
 
 
-def test_a_sync_that_brings_nothing_fails_though_the_trainer_has_not_moved(toy: tuple[Proof, ToySync]) -> None:
+def test_what_a_sync_did_not_write_is_told_from_other_values_though_the_trainer_has_not_moved(
+    toy: tuple[Proof, ToySync],
+) -> None:
     proof, sync = toy
     one_sync(proof, sync, 0)
     said = "step 1: after the sync the engine holds other weights: .*down: never written: 24 of 24 elements on rank 0"
     with pytest.raises(WeightsDidNotArrive, match=said), at(proof, 1).around_sync():
         pass
-
-
-def test_how_much_was_never_written_is_told_from_other_values(toy: tuple[Proof, ToySync]) -> None:
-    proof, sync = toy
-    with pytest.raises(WeightsDidNotArrive) as raised, at(proof, 0).around_sync():
+    with pytest.raises(WeightsDidNotArrive) as raised, at(proof, 2).around_sync():
         sync.update_engine()
-        sync.model.down.data.view(-1)[:5] = poison_value(0)
+        sync.model.down.data.view(-1)[:5] = poison_value(2)
         sync.model.qkv.data[4:6] *= 2
     assert "down: never written: 5 of 24 elements on rank 0" in str(raised.value)
     assert "k: written, with other values" in str(raised.value)
@@ -320,7 +299,7 @@ def test_a_forward_pass_with_other_weights_than_were_held_is_named(
     assert proof.weights.sync.forward == (computed == 5)
 
 
-def test_weights_that_change_after_the_check_are_named_after_the_rollout(toy: tuple[Proof, ToySync]) -> None:
+def test_what_changes_after_the_check_is_named_after_the_rollout(toy: tuple[Proof, ToySync]) -> None:
     proof, sync = toy
     one_sync(proof, sync, 2)
     sync.model.down.data[0, 0] += 1
@@ -339,20 +318,15 @@ def test_a_buffer_that_no_sync_fills_must_stay_as_it_was(toy: tuple[Proof, ToySy
         one_sync(proof, sync, 1)
 
 
-def test_a_derived_tensor_that_is_old_is_named(toy: tuple[Proof, ToySync]) -> None:
+def test_a_derived_tensor_that_is_old_or_that_the_loader_does_not_renew_is_named(toy: tuple[Proof, ToySync]) -> None:
     proof, sync = toy
+    sync.model.w_vc = torch.ones(2, 6)  # it would judge itself: nothing that the loader writes is old
     said = "holds other weights: w_kc, which the engine computes"
     with pytest.raises(WeightsDidNotArrive, match=said), at(proof, 0).around_sync():
         sync.update_engine()
         sync.model.w_kc = torch.zeros_like(sync.model.w_kc)
-
-
-def test_a_derived_tensor_that_the_loader_does_not_renew_is_named(toy: tuple[Proof, ToySync]) -> None:
-    """It would judge itself: nothing that it writes is old."""
-    proof, sync = toy
-    sync.model.w_vc = torch.ones(2, 6)
     with pytest.raises(WeightsDidNotArrive, match=r"derived once and does not renew: w_vc \(of kv_b_proj\)"):
-        one_sync(proof, sync, 0)
+        one_sync(proof, sync, 1)
 
 
 def test_a_sender_that_sends_what_the_model_no_longer_holds_is_named_as_such(toy: tuple[Proof, ToySync]) -> None:

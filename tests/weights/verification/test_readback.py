@@ -21,6 +21,7 @@ def sync_of(model: Toy | None = None, names: Iterable[str] = SHAPES, limit_bytes
 @pytest.mark.parametrize("limit_bytes", [1, 1 << 20], ids=["many buckets", "one bucket"])
 def test_what_arrived_does_not_differ_ten_times_in_a_row(limit_bytes: int) -> None:
     sync = sync_of(limit_bytes=limit_bytes)
+    assert {sentence.split(":")[0] for sentence in sync.differences()} >= SHAPES.keys(), "before the first sync"
     assert (len(sync.weights.buckets) > 1) == (limit_bytes == 1)
     for _ in range(10):
         for tensor in sync.tensors.values():
@@ -29,47 +30,28 @@ def test_what_arrived_does_not_differ_ten_times_in_a_row(limit_bytes: int) -> No
         assert sync.differences() == []
 
 
-def test_before_the_first_sync_everything_differs() -> None:
-    assert {sentence.split(":")[0] for sentence in sync_of().differences()} >= SHAPES.keys()
-
-
 def test_what_the_engine_never_reads_is_named() -> None:
     sync = sync_of(names=[*SHAPES, "unheard_of"])
     sync.update_engine()
     assert sync.differences() == ["unheard_of: the engine holds nothing of it"]
 
 
-def test_one_bit_of_one_element_is_named_with_its_tensor() -> None:
+def test_what_is_wrong_is_named_with_its_tensor_and_counted_by_bits() -> None:
     sync = sync_of()
-    sync.update_engine()
-    sync.model.down.view(torch.int32)[2, 3] ^= 1
-    assert sync.differences() == ["down: 1 of 24 elements on rank 0"]
-
-
-def test_two_that_were_swapped_are_both_named() -> None:
-    sync = sync_of()
-    sync.update_engine()
-    k, v = sync.model.qkv.data[4:6].clone(), sync.model.qkv.data[6:8].clone()
-    sync.model.qkv.data[4:6], sync.model.qkv.data[6:8] = v, k
-    assert sync.differences() == ["k: 8 of 8 elements on rank 0", "v: 8 of 8 elements on rank 0"]
-
-
-def test_bits_count_not_values() -> None:
-    sync = sync_of()
+    model = sync.model
     sync.tensors[live_name("q")][0, 0], sync.tensors[live_name("q")][0, 1] = float("nan"), 0.0
     sync.update_engine()
-    assert sync.differences() == []  # one NaN is itself
-    sync.model.qkv.data[0, 1] = -0.0
-    assert sync.differences() == ["q: 1 of 16 elements on rank 0"]
-
-
-def test_what_the_engine_rounds_is_compared_rounded() -> None:
-    sync = sync_of()
-    sync.update_engine()
-    assert not torch.equal(sync.model.gate.float(), full_tensor(sync.tensors[live_name("gate")]))
-    assert sync.differences() == []
-    sync.model.gate.view(torch.int16)[0, 0] ^= 1
-    assert sync.differences() == ["gate: 1 of 12 elements on rank 0"]
+    assert not torch.equal(model.gate.float(), full_tensor(sync.tensors[live_name("gate")])), "the engine rounds it"
+    assert sync.differences() == [], "one NaN is itself, and what is rounded is compared rounded"
+    model.down.view(torch.int32)[2, 3] ^= 1
+    model.gate.view(torch.int16)[0, 0] ^= 1
+    model.qkv.data[0, 1] = -0.0
+    k, v = model.qkv.data[4:6].clone(), model.qkv.data[6:8].clone()
+    model.qkv.data[4:6], model.qkv.data[6:8] = v, k
+    counts = {"q": "1 of 16", "k": "8 of 8", "v": "8 of 8", "down": "1 of 24", "gate": "1 of 12"}
+    assert sorted(sync.differences()) == sorted(f"{name}: {count} elements on rank 0" for name, count in counts.items())
+    model.down.data = torch.zeros_like(model.down.data)  # a replaced parameter is compared itself
+    assert "down: 24 of 24 elements on rank 0" in sync.differences()
 
 
 def test_a_stale_derived_tensor_is_named() -> None:
@@ -111,11 +93,3 @@ def test_a_part_of_joined_halves_is_compared_by_loading_it_again() -> None:
     assert torch.equal(sync.model.q_and_kv_a.data[1:3], full_tensor(sync.tensors[live_name("q_a")])[1:])
     sync.model.q_and_kv_a.data[3] *= 2
     assert sync.differences() == ["q_and_kv_a, which the engine computes as it loads: 4 of 20 elements on rank 0"]
-
-
-def test_a_replaced_parameter_is_compared_itself() -> None:
-    sync = sync_of()
-    sync.update_engine()
-    assert sync.differences() == []
-    sync.model.down.data = torch.zeros_like(sync.model.down.data)
-    assert sync.differences() == ["down: 24 of 24 elements on rank 0"]

@@ -45,6 +45,8 @@ def test_the_verdict_claims_what_was_done_at_every_sync() -> None:
     assert said.startswith("3 weight syncs onto poison: SHOWN ONCE; ")
     assert "after each, and again after its rollout, all 27 tensors in the engine equal the trainer's" in said
     assert "difference 3.0e-06, allowed 1e-05; log-probs do not show an update that moves them less" in said
+    assert "25 of 27 tensors in the engine equal" in phrase([each | {"sync_tensors_compared": 25} for each in ROLLOUTS])
+    assert "every tensor was changed" in section() and "every tensor was changed" not in section(rehearsed=False)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +60,6 @@ def test_the_verdict_claims_what_was_done_at_every_sync() -> None:
 def test_what_one_sync_lacks_is_not_claimed(what: str, in_verdict: str, in_report: str) -> None:
     assert in_verdict in phrase() and in_report in section()
     assert (in_verdict not in phrase(without(what)) or not in_verdict) and in_report not in section(without(what))
-
-
-def test_a_rehearsal_that_was_not_made_is_not_claimed() -> None:
-    assert "every tensor was changed" in section() and "every tensor was changed" not in section(rehearsed=False)
 
 
 def test_in_half_precision_verdict_and_report_say_what_the_trainer_itself_rounds_away() -> None:
@@ -79,10 +77,6 @@ def test_the_mismatch_of_precisions_stands_beside_that_of_the_first_load() -> No
     assert f"; {said}, allowed 1e-05" in verdict and "largest mean log-prob" not in verdict
     assert "fingerprints show arrival" in section(mismatch=said)
     assert "not measured on a load of its own" in mismatch_of_precisions(FP8, ROLLOUTS, None)
-
-
-def test_tensors_that_cannot_be_followed_are_counted() -> None:
-    assert "25 of 27 tensors in the engine equal" in phrase([each | {"sync_tensors_compared": 25} for each in ROLLOUTS])
 
 
 def test_what_was_not_possible_is_named_in_verdict_and_report_and_not_claimed() -> None:
