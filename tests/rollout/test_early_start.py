@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -40,12 +39,8 @@ def test_the_first_rank_of_each_engine_on_each_host_builds_it() -> None:
     assert built(config_of(tp=4), 4, here=2) == {0: (0, 1), 2: (2, 3)}
     assert built(config_of(tp=2, pp=2, order="dp,pp,tp"), 4, here=2) == {0: (0, 1), 2: (2, 3)}
     assert built(config_of(tp=1, pp=2), 2) == {0: (0, 1)}
-
-
-def test_a_mesh_that_cannot_be_placed_builds_nothing() -> None:
-    assert built(config_of(tp=4), 2) == {}
-    assert built(config_of(tp=2), 3) == {}
-    assert built(config_of(tp=3), 3, here=2) == {}
+    for not_placed in (built(config_of(tp=4), 2), built(config_of(tp=2), 3), built(config_of(tp=3), 3, here=2)):
+        assert not_placed == {}
 
 
 @pytest.fixture
@@ -66,15 +61,8 @@ def test_the_engines_gpus_are_those_of_its_ranks_first() -> None:
     assert second and second.visible_devices == ("6", "7")
     apart = expected_node(config_of(colocate=False), "cuda", torchrun(0, 2, **visible))
     assert apart and apart.visible_devices == ("6", "7")
-
-
-@pytest.mark.usefixtures("on_eight_gpus")
-@pytest.mark.parametrize("visible", ["3", "3,3", "0,GPU-abc", "MIG-1"])
-def test_gpus_that_do_not_suffice_or_are_written_wrong_are_left_to_the_ranks_to_report(visible: str) -> None:
-    assert expected_node(config_of(), "cuda", torchrun(0, 2, CUDA_VISIBLE_DEVICES=visible)) is None
-
-
-# What an engine in FP8 needs.
+    for wrong in ("3", "3,3", "0,GPU-abc", "MIG-1"):  # the ranks will report it
+        assert expected_node(config_of(), "cuda", torchrun(0, 2, CUDA_VISIBLE_DEVICES=wrong)) is None
 
 
 def test_deepgemm_does_not_compile_for_an_fp8_engine_unless_the_user_says_so() -> None:
@@ -107,9 +95,6 @@ def test_the_library_for_torchs_cuda_is_preloaded_before_others(packages: Path) 
     library = str(packages / "torch_memory_saver_hook_mode_preload_cu12.abi3.so")
     assert preload_of_memory_saver(Config(), {}) == {"LD_PRELOAD": library}
     assert preload_of_memory_saver(Config(), {"LD_PRELOAD": "own.so"}) == {"LD_PRELOAD": f"{library}:own.so"}
-
-
-def test_a_library_inside_the_package_is_found_too(packages: Path) -> None:
     inside = packages / "torch_memory_saver" / "torch_memory_saver_hook_mode_preload_cu12.abi3.so"
     inside.touch()
     assert preload_of_memory_saver(Config(), {}) == {"LD_PRELOAD": str(inside)}
@@ -139,14 +124,13 @@ def test_nothing_is_preloaded_where_the_library_is_unclear_or_not_wanted(package
 
 
 @pytest.fixture
-def cheap_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cheap_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's processes import a module of one line."""
     (tmp_path / "cheap.py").write_text("import os; os.environ.get('SGLANG_USE_CPU_ENGINE')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     for name in ("ENGINE_MODULES", "CPU_MODULES"):
         monkeypatch.setattr(early_start, name, ("cheap",))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
 
 
 ON_CPU = """

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from harness.rollout.early_start import ForkedProcess, forking
-from harness.runtime.fork_server import ForkServer, ServerGone, Task
+from harness.runtime.fork_server import ForkServer
 from tests.rollout import forked_targets
 from tests.runtime.test_fork_server import OPENS_GPU
 
@@ -60,28 +60,34 @@ def test_a_forked_process_equals_a_spawned_one(start: Start, monkeypatch: pytest
     server = start()
     monkeypatch.setenv("VARIABLE", "2")
     seen = []
-    for servers in ([server], []):
-        with forking(servers) as starts:
+    for forks in (True, False):
+        with forking([server]) if forks else nullcontext() as starts:
             process, pipe = run(forked_targets.answer, "word", 7)
         seen.append(received(pipe))
         process.join(SECONDS)
         assert process.exitcode == 0 and seen[-1].pop("pid") == process.pid
         seen[-1]["name"] = seen[-1]["name"].partition("-")[0]
-        assert (starts.forked, starts.spawned) == ((1, 0) if servers else (0, 1))
+        assert isinstance(process._popen, ForkedProcess) == forks, "after the block it is spawned"
+        assert starts is None or (starts.forked, starts.spawned) == (1, 0)
     assert [process.pop("modules") for process in seen] == [["cheap"], []]
     assert seen[0] == seen[1]
     assert seen[0]["variable"] == "2" and seen[0]["parent"] == os.getpid() and seen[0]["parent lives"]
 
 
-def test_queues_locks_and_shared_values_work(start: Start) -> None:
+def test_queues_locks_shared_values_and_pipes_work(start: Start) -> None:
     requests, answers, event, lock = spawning.Queue(), spawning.Queue(), spawning.Event(), spawning.Lock()
     counter = spawning.Value("i")
+    ours, theirs = spawning.Pipe()
     with forking([start()]) as starts:
         server = spawning.Process(target=forked_targets.serve, args=(requests, answers))
         others = [spawning.Process(target=forked_targets.use_locks, args=(event, lock, counter)) for _ in range(3)]
+        others.append(spawning.Process(target=forked_targets.end_in_a_thread, args=(theirs,)))
         for process in (server, *others):
             process.start()
-    assert starts.forked == 4
+    assert starts.forked == 5
+    theirs.close()
+    ours.send("word")
+    assert received(ours) == "word"
     for number in range(3):
         requests.put(number)
     assert [answers.get(timeout=SECONDS) for _ in range(3)] == [0, 1, 4]
@@ -91,61 +97,36 @@ def test_queues_locks_and_shared_values_work(start: Start) -> None:
         process.join(SECONDS)
         assert process.exitcode == 0
     assert counter.value == 3
-
-
-def test_two_ends_of_a_pipe_go_to_two_processes(start: Start) -> None:
-    ours, theirs = spawning.Pipe()
-    with forking([start()]):
-        process = spawning.Process(target=forked_targets.end_in_a_thread, args=(theirs,))
-        process.start()
-    theirs.close()
-    ours.send("word")
-    assert received(ours) == "word"
-    process.join(SECONDS)
-    assert process.exitcode == 0
     with pytest.raises(EOFError):
         ours.recv()
 
 
-def test_exit_codes_are_those_of_spawned_processes(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_ends_as_a_spawned_one_ends(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     with forking([start()]) as starts:
         processes = [spawning.Process(target=forked_targets.exit_with, args=(code,)) for code in (0, 3)]
         processes.append(spawning.Process(target=forked_targets.fail))
         for process in processes:
             process.start()
+        (killed, pipe), (ended, other) = (run(forked_targets.wait) for _ in range(2))
     for process in processes:
         process.join(SECONDS)
-    assert [process.exitcode for process in processes] == [0, 3, 1] and starts.forked == 3
+    assert [process.exitcode for process in processes] == [0, 3, 1] and starts.forked == 5
     assert "ArithmeticError: planted" in capfd.readouterr().err
+    assert received(pipe) == killed.pid and received(other) == ended.pid
+    killed.join(0.01)
+    assert killed.is_alive() and killed.exitcode is None
+    assert wait([killed.sentinel], 0) == []
+    killed.kill()
+    assert wait([killed.sentinel], SECONDS) == [killed.sentinel]
+    killed.join(SECONDS)
+    assert not killed.is_alive() and killed.exitcode == -signal.SIGKILL
+    killed.close()
+    ended.terminate()
+    ended.join(SECONDS)
+    assert ended.exitcode == -signal.SIGTERM
 
 
-def test_a_process_lives_until_it_is_killed(start: Start) -> None:
-    with forking([start()]):
-        process, pipe = run(forked_targets.wait)
-    assert received(pipe) == process.pid
-    process.join(0.01)
-    assert process.is_alive() and process.exitcode is None
-    assert wait([process.sentinel], 0) == []
-    process.kill()
-    assert wait([process.sentinel], SECONDS) == [process.sentinel]
-    process.join(SECONDS)
-    assert not process.is_alive() and process.exitcode == -signal.SIGKILL
-    process.close()
-
-
-def test_terminate_ends_it_with_sigterm(start: Start) -> None:
-    with forking([start()]):
-        process, pipe = run(forked_targets.wait)
-    received(pipe)
-    process.terminate()
-    process.join(SECONDS)
-    assert process.exitcode == -signal.SIGTERM
-
-
-# Where a server cannot fork, multiprocessing spawns, and it is said why.
-
-
-def spawned_because(servers: list[ForkServer]) -> str:
+def spawned_because(*servers: ForkServer) -> str:
     with forking(servers) as starts:
         processes = [spawning.Process(target=forked_targets.exit_with, args=(3,)) for _ in range(2)]
         for process in processes:
@@ -153,76 +134,39 @@ def spawned_because(servers: list[ForkServer]) -> str:
     for process in processes:
         process.join(SECONDS)
     assert [process.exitcode for process in processes] == [3, 3]
-    assert not any(isinstance(process._popen, ForkedProcess) for process in processes)  # type: ignore[attr-defined]
     assert (starts.forked, starts.spawned) == (0, 2)
     return starts.why_spawned
 
 
-def test_a_variable_that_differs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("READ", "1")
-    server = start("import os; os.environ.get('READ')")
-    monkeypatch.setenv("READ", "2")
-    assert spawned_because([server]) == "READ was '1' during the imports, and is '2' here"
-
-
-def test_what_sglang_understands_by_two_values_may_be_the_same(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_server_cannot_fork_another_does_or_it_is_spawned_and_it_is_said_why(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SGLANG_ENABLE_TORCH_COMPILE", raising=False)
-    server = start("import os; os.environ.get('SGLANG_ENABLE_TORCH_COMPILE')")
-    monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "0")  # as SGLang's Engine writes it
+    monkeypatch.setenv("READ", "1")
+    server = start("import os; os.environ.get('READ'); os.environ.get('SGLANG_ENABLE_TORCH_COMPILE')")
+    monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "0")  # as SGLang's Engine writes it, and the same for it
     with forking([server]) as starts:
         process, pipe = run(forked_targets.answer)
     assert received(pipe)["pid"] == process.pid and starts.forked == 1
-    process.join(SECONDS)
-
-
-def test_imports_that_failed(start: Start) -> None:
-    assert "ArithmeticError: planted" in spawned_because([start("raise ArithmeticError('planted')")])
-
-
-@pytest.mark.parametrize("text", ["import time; time.sleep(600)", ""])
-def test_a_server_that_was_killed(start: Start, text: str) -> None:
-    server = start(text)
-    if not text:
-        os.waitpid(server.fork(Task("tests.runtime.forked_tasks:exit_with", b"0"), [0, 1, 2]), 0)
-    os.kill(server.pid, signal.SIGKILL)
-    assert "SIGKILL" in spawned_because([server])
-
-
-def test_another_program_in_front_of_python(start: Start, tmp_path: Path) -> None:
-    """As SGLang does to bind a process to a NUMA node."""
-    program = tmp_path / "bound"
+    program = tmp_path / "bound"  # SGLang binds a process to a NUMA node by another program in front of Python
     program.write_text(f'#!/bin/sh\nexec {shutil.which("env")} {sys.executable} "$@"\n')
     program.chmod(0o700)
     before = multiprocessing.spawn.get_executable()
     multiprocessing.set_executable(str(program))
     try:
-        assert spawned_because([start()]) == f"SGLang starts it by {program}"
+        assert spawned_because(server) == f"SGLang starts it by {program}"
     finally:
         multiprocessing.set_executable(before)
-
-
-def test_no_server_needs_no_reason() -> None:
-    assert spawned_because([]) == ""
-
-
-def test_the_second_server_forks_where_the_first_cannot(start: Start) -> None:
-    failed, works = start("raise ArithmeticError", "harness"), None
-    with pytest.raises(ServerGone):
-        failed.fork(Task(""))  # the imports are done
-    works = start()
-    with forking([failed, works]) as starts:
+    failed = start("raise ArithmeticError('planted')")
+    assert "ArithmeticError: planted" in spawned_because(failed)
+    with forking([failed, server]) as starts:
         process, pipe = run(forked_targets.answer)
     assert received(pipe)["modules"] == ["cheap"] and starts.forked == 1
-    process.join(SECONDS)
-
-
-def test_after_the_block_processes_are_spawned_again(start: Start) -> None:
-    with forking([start()]):
-        pass
-    process, pipe = run(forked_targets.answer)
-    assert received(pipe)["modules"] == []
-    process.join(SECONDS)
-    assert not isinstance(process._popen, ForkedProcess)
+    monkeypatch.setenv("READ", "2")
+    assert spawned_because(server) == "READ was '1' during the imports, and is '2' here"
+    os.kill(server.pid, signal.SIGKILL)
+    assert "SIGKILL" in spawned_because(server)
+    assert spawned_because() == ""
 
 
 def test_with_a_gpu_each_server_becomes_one_process_and_then_they_are_spawned(start: Start) -> None:
@@ -241,7 +185,7 @@ def test_with_a_gpu_each_server_becomes_one_process_and_then_they_are_spawned(st
 CLIENT = """
 import multiprocessing, os, sys
 from harness.rollout.early_start import forking
-from harness.runtime.fork_server import ForkServer, ServerGone, Task
+from harness.runtime.fork_server import ForkServer
 from tests.rollout import forked_targets
 
 if __name__ == "__main__":

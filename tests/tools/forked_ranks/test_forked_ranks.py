@@ -29,8 +29,6 @@ LAUNCHERS = {
 }
 SECONDS = 180
 
-both_ways = pytest.mark.parametrize("launcher", LAUNCHERS)
-
 
 class Run:
     """A torchrun of two ranks that run rank.py, and everything that it started."""
@@ -105,10 +103,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.process.wait()
 
 
-def test_a_forked_rank_is_what_torchrun_starts(start: Start) -> None:
+def test_a_forked_rank_is_what_torchrun_starts_and_writes_where_it_is_told(start: Start) -> None:
     seen = {}
     for launcher in LAUNCHERS:
-        run = start(launcher, "", "a word", "\udcff")
+        to_files = ("--redirects=3", "--tee=0:2", "--log-dir=logs")
+        run = start(launcher, "", "a word", "\udcff", options=to_files)
         seen[launcher] = run.ranks()
         assert run.ended() == 0
         for number, rank in enumerate(seen[launcher]):
@@ -116,45 +115,41 @@ def test_a_forked_rank_is_what_torchrun_starts(start: Start) -> None:
             assert rank.pop("argv")[1:] == ["", "a word", "\udcff"]
             assert rank.pop("folder") == str(run.folder)
             assert rank.pop("forked") == (launcher == "forked") and rank["shown as Python"]
-            assert f"out of rank {number}" in run.screen() and f"error of rank {number}" in run.screen()
+            for name, text in (("stdout.log", "out"), ("stderr.log", "error")):
+                [file] = (run.folder / "logs").glob(f"*/attempt_0/{number}/{name}")
+                assert f"{text} of rank {number}" in file.read_text().splitlines()
+        assert "error of rank 0" in run.screen() and "out of rank" not in run.screen()
     assert seen["forked"] == seen["plain"]
 
 
-@both_ways
 @pytest.mark.parametrize(
-    ("words", "code"), [(("wait", "exit3"), "3"), (("wait", "kill"), "-9"), (("wait", "raise"), "1")]
+    ("word", "options", "code", "how"),
+    [
+        ("exit3", ("--max-restarts=1",), 3, "ended with exit code 3"),
+        ("kill", (), 1, "was killed by SIGKILL"),
+        ("raise", (), 1, "ended with exit code 1"),
+    ],
 )
 def test_torchrun_reports_how_a_rank_ended_and_ends_the_other(
-    start: Start, launcher: str, words: tuple[str, ...], code: str
+    start: Start, word: str, options: tuple[str, ...], code: int, how: str
 ) -> None:
-    run = start(launcher, *words)
-    assert run.ended() == (3 if (launcher, code) == ("forked", "3") else 1)
+    run = start("forked", "wait", word, options=options)
+    assert run.ended() == code
     screen = run.screen()
-    if launcher == "plain":
-        assert f"exitcode  : {code} " in screen and "rank      : 1 (local_rank: 1)" in screen
-    else:
-        how = "was killed by SIGKILL" if code == "-9" else f"ended with exit code {code}"
-        assert re.fullmatch(rf"FAILED: rank 1 \(pid \d+\) {how}", screen.splitlines()[-1])
-    if words[1] == "raise":
+    assert re.fullmatch(rf"FAILED: rank 1 \(pid \d+\) {how}", screen.splitlines()[-1])
+    assert screen.count("out of rank 1") == 1 + len(options), "it is started again as torchrun is told"
+    if word == "raise":
         trace = screen[screen.index("Traceback (most recent call last):") :].splitlines()
-        assert (
-            trace[1].endswith("in <module>")
-            and f'"{HERE}/rank.py"' in trace[1]
-            and "ArithmeticError: planted on rank 1" in trace
-        )
+        assert trace[1].endswith("in <module>") and f'"{HERE}/rank.py"' in trace[1]
+        assert "ArithmeticError: planted on rank 1" in trace
 
 
-@both_ways
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_torchrun_ends_all_ranks(start: Start, launcher: str, number: signal.Signals) -> None:
-    run = start(launcher, "wait")
+def test_a_signal_to_torchrun_ends_all_ranks(start: Start) -> None:
+    run = start("forked", "wait")
     run.ranks()
-    run.process.send_signal(number)
-    if launcher == "plain":
-        assert run.ended() == 1 and f"got signal: {number.value}" in run.screen()
-    else:
-        assert run.ended() == 128 + number
-        assert run.screen().splitlines()[-1].startswith("the run was interrupted by ")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.ended() == 128 + signal.SIGTERM
+    assert run.screen().splitlines()[-1].startswith("the run was interrupted by ")
 
 
 def test_a_signal_to_the_whole_group_ends_all(start: Start) -> None:
@@ -165,24 +160,6 @@ def test_a_signal_to_the_whole_group_ends_all(start: Start) -> None:
     assert run.ended() == 130
     # Of the ranks, to which torchrun passes it on. They may write at once, so that both stand on one line.
     assert run.screen().count("KeyboardInterrupt") == 2
-
-
-@both_ways
-def test_what_ranks_write_goes_to_files(start: Start, launcher: str) -> None:
-    run = start(launcher, "return", options=("--redirects=3", "--tee=0:2", f"--log-dir={launcher}-logs"))
-    assert run.ended() == 0
-    logs = run.folder / f"{launcher}-logs"
-    for rank in range(2):
-        for name, text in (("stdout.log", "out"), ("stderr.log", "error")):
-            [file] = logs.glob(f"*/attempt_0/{rank}/{name}")
-            assert f"{text} of rank {rank}" in file.read_text().splitlines()
-    assert "error of rank 0" in run.screen() and "out of rank" not in run.screen()
-
-
-def test_ranks_are_started_again_as_torchrun_is_told(start: Start) -> None:
-    run = start("forked", "wait", "exit3", options=("--max-restarts=1",))
-    assert run.ended() == 3
-    assert run.screen().count("out of rank 1") == 2
 
 
 def test_an_import_that_fails_is_left_to_the_ranks(start: Start, tmp_path: Path) -> None:
