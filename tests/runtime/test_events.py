@@ -1,6 +1,5 @@
 """What a rank does and says. One list of phases: what the code begins is in it, and the other way round."""
 
-import ast
 import io
 import json
 import re
@@ -18,31 +17,12 @@ from harness.runtime.events import MEET, PHASES, RUN, Console, EventLog, current
 HARNESS = Path(__file__).resolve().parents[2] / "harness"
 
 
-def names(argument: ast.expr) -> set[str]:
-    """What a phase is called: a constant, or f"..._{role}" for each model that learns."""
-    if isinstance(argument, ast.Constant):
-        return {str(argument.value)}
-    if isinstance(argument, ast.JoinedStr) and "{role}" in ast.unparse(argument):
-        return {ast.literal_eval(ast.unparse(argument)[1:]).format(role=role) for role in ("actor", "critic")}
-    return set()
-
-
-def phases_in_the_code() -> set[str]:
-    """First arguments of phase(...)."""
-    found = set()
-    for file in HARNESS.rglob("*.py"):
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and node.args):
-                continue
-            called = ast.unparse(node.func)
-            if called == "phase" or called.endswith("events.phase"):
-                found |= names(node.args[0])
-    return found
-
-
 def test_every_phase_can_have_a_deadline() -> None:
-    assert phases_in_the_code() | {RUN, MEET} == set(PHASES)
+    """Names are constants, or f"..._{role}" for each model that learns."""
+    text = "".join(file.read_text() for file in HARNESS.rglob("*.py"))
+    found = re.findall(r"\bphase\(f?\"(\w+?)(_\{role\})?\"", text)
+    begun = {f"{name}_{each}" if role else name for name, role in found for each in ("actor", "critic")}
+    assert begun | {RUN, MEET} == set(PHASES)
     assert len(set(PHASES)) == len(PHASES)
 
 
@@ -80,15 +60,12 @@ def test_the_innermost_work_is_named_while_nothing_else_is_said(monkeypatch: pyt
     assert len(voice.said) == said
 
 
-def test_a_short_work_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_short_work_is_quiet_and_a_long_one_speaks_where_standard_error_went(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with events.working("short"):
         pass
     assert capfd.readouterr() == ("", "")
-
-
-def test_the_lines_go_where_standard_error_went(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(events, "EVERY_SECONDS", 0.02)
     said = ""
     until = time.monotonic() + 60
@@ -112,6 +89,7 @@ def test_a_fact_is_one_line_with_time_rank_and_host(tmp_path: Path) -> None:
     log = log_at(tmp_path)
     before = unix_seconds()
     log.fact("sample", text="two\nlines", folder=tmp_path)
+    assert len(lines(log.path)) == 1, "at once"
     log.close()
     log.fact("again")
     log.close()
@@ -131,13 +109,6 @@ def test_a_clock_that_is_set_back_moves_no_fact(tmp_path: Path, monkeypatch: pyt
     first, second = lines(log.path)
     assert first["time"] <= second["time"]
     assert "[-" not in stream.getvalue()
-
-
-def test_facts_are_on_disk_at_once(tmp_path: Path) -> None:
-    log = log_at(tmp_path)
-    log.fact("one")
-    assert [line["event"] for line in lines(log.path)] == ["one"]
-    log.close()
 
 
 def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
@@ -207,13 +178,8 @@ def test_what_is_said_is_a_fact_on_every_rank_and_on_the_console_of_one(tmp_path
     log_at(tmp_path).say("quiet")
     log.close()
     assert [(line["event"], line["text"]) for line in lines(log.path)] == [("say", "hello"), ("say", "quiet")]
-    assert re.fullmatch(r"\[   \d\.\d s\] hello\n", stream.getvalue())
-
-
-def test_a_block_is_shown_without_a_time() -> None:
-    stream = io.StringIO()
-    Console(stream, launched=0.0).show("a table\n\n")
-    assert stream.getvalue() == "a table\n"
+    Console(stream, launched=0.0).show("a table\n\n")  # without a time
+    assert re.fullmatch(r"\[   \d\.\d s\] hello\na table\n", stream.getvalue())
 
 
 class Watcher(Observer):

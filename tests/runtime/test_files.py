@@ -47,14 +47,21 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_files_of_a_killed_process_are_removed(base: Path) -> None:
+def test_files_of_a_killed_process_are_removed(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, file = entered(base)
     assert Path(folder).parent == base
     assert Path(file).parent == Path(folder)
     assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+    (tmp_path / "mine").write_text("")
+    link = base / f"{NAME}.tmp-12345678"
+    link.symlink_to(tmp_path)
     files.remove_run_folders("harness-0-12345-6789-1")
     assert Path(file).exists()
-    files.remove_run_folders(NAME)
+    with monkeypatch.context() as patch:  # as though one had disappeared meanwhile
+        patch.setattr(Path, "glob", lambda *_: [base / f"{NAME}.tmp-gone", link, Path(folder)])
+        files.remove_run_folders(NAME)
+    assert (tmp_path / "mine").exists(), "a link is not followed"
+    link.unlink(missing_ok=True)
     assert [each.name for each in base.iterdir()] == [f"torchinductor_{psutil.Process().username()}"], "kept for later"
 
 
@@ -91,13 +98,6 @@ def test_a_base_folder_too_long_for_sockets_is_not_used(tmp_path: Path, monkeypa
     assert not Path(folder).exists()
 
 
-def test_a_link_is_not_followed(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("")
-    (base / f"{NAME}.tmp-12345678").symlink_to(tmp_path)
-    files.remove_run_folders(NAME)
-    assert (tmp_path / "mine").exists()
-
-
 MEET = f"""
 import os, subprocess, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
@@ -120,13 +120,6 @@ def test_ranks_and_schedulers_of_a_host_still_meet_in_one_folder(base: Path) -> 
     environment = os.environ | {"TMPDIR": str(base)}
     command = [sys.executable, "-c", MEET, "rank"]
     assert subprocess.check_output(command, env=environment, text=True).strip() == str(base)
-
-
-def test_a_folder_that_disappears_meanwhile_causes_no_error(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, _ = entered(base)
-    monkeypatch.setattr(Path, "glob", lambda *_: [base / f"{NAME}.tmp-gone", Path(folder)])
-    files.remove_run_folders(NAME)
-    assert not Path(folder).exists()
 
 
 def test_a_rank_with_a_folder_of_its_own_removes_those_of_the_others_too() -> None:

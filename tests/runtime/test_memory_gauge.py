@@ -58,15 +58,10 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    for name in (
-        "memory_allocated",
-        "memory_reserved",
-        "max_memory_allocated",
-        "max_memory_reserved",
-        "reset_peak_memory_stats",
-        "mem_get_info",
-    ):
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset_peak_memory_stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fake.mem_get_info)
     return fake
 
 
@@ -92,7 +87,7 @@ def test_the_gauge_tells_the_engine_from_the_trainer_and_nests_peaks(cuda: FakeC
 
 
 def test_the_peak_of_reserved_memory_counts_when_a_phase_frees_the_cache(cuda: FakeCuda) -> None:
-    gauge = MemoryGauge(0, 0)
+    gauge, of_other_gpu = MemoryGauge(0, 0), MemoryGauge(0, 1)
     gauge.begin()
     cuda.hold(30)
     cuda.hold(4)
@@ -101,6 +96,9 @@ def test_the_peak_of_reserved_memory_counts_when_a_phase_frees_the_cache(cuda: F
     inner = gauge.end()
     outer = gauge.end()
     assert (inner["reserved"], inner["peak_reserved"], outer["peak_reserved"]) == (4, 30, 30)
+    cuda.others += 20  # of an engine on another GPU
+    of_other_gpu.begin()
+    assert of_other_gpu.end()["engine"] == 20
 
 
 def test_a_phase_that_fails_and_is_caught_leaves_the_one_around_it_as_it_is(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -113,11 +111,3 @@ def test_a_phase_that_fails_and_is_caught_leaves_the_one_around_it_as_it_is(cuda
             raise ValueError
     figures = log.step_phases[0]["generate"]
     assert (figures["before"], figures["peak"]) == (5, 30)
-
-
-def test_the_gauge_reads_an_engine_on_another_gpu(cuda: FakeCuda) -> None:
-    gauge = MemoryGauge(0, 1)
-    cuda.hold(10)
-    cuda.others += 20
-    gauge.begin()
-    assert gauge.end()["engine"] == 20

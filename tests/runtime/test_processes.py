@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +62,10 @@ def first_line(child: "subprocess.Popen[str]") -> str:
     return child.stdout.readline()
 
 
-def holder(file: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(file)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+def holder(file: Path) -> "subprocess.Popen[str]":
+    process = python(HOLDER, file, stdout=subprocess.PIPE)
+    assert first_line(process) == "ready\n"
     return process
-
-
-def test_end_leaves_no_process_and_no_shared_memory() -> None:
-    file = shared("end")
-    process = psutil.Process(holder(file).pid)
-    assert shared_memory_files([process.pid]) == {file}
-    end_processes({process.pid: process})
-    assert not process.is_running()
-    assert not file.exists()
 
 
 def test_a_process_that_is_killed_while_it_ends_another_leaves_no_shared_memory() -> None:
@@ -113,12 +105,21 @@ def test_a_file_that_was_there_before_the_processes_stays(writes: bool) -> None:
         file.unlink(missing_ok=True)
 
 
-def test_end_looks_for_files_before_it_calls_stop() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_end_looks_for_files_before_it_calls_stop_and_ends_all_although_that_fails(fails: bool) -> None:
     """SGLang's own shutdown kills the processes: afterwards nobody can say what they held."""
     file = shared("stop")
-    child = holder(file)
-    end_processes({child.pid: psutil.Process(child.pid)}, stop=child.kill)
+    child, other = holder(file), python(SLEEPER)
+
+    def stop() -> None:
+        child.kill()
+        if fails:
+            raise RuntimeError("no answer")
+
+    with pytest.raises(RuntimeError, match="no answer") if fails else nullcontext():
+        end_processes({each.pid: psutil.Process(each.pid) for each in (child, other)}, stop)
     child.wait(timeout=5)
+    other.wait(timeout=5)
     assert not file.exists()
 
 
@@ -148,17 +149,14 @@ def test_end_removes_a_file_that_a_process_makes_as_soon_as_it_starts() -> None:
         process.communicate()
 
 
-def test_a_semaphore_is_found_under_its_name() -> None:
+def test_a_semaphore_is_found_under_its_name_and_nothing_of_a_process_that_has_ended() -> None:
     """It is mapped as /dev/shm/sem.XXXXXX (deleted)."""
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     name = semaphore._semlock.name  # type: ignore[attr-defined]
     assert Path(f"/dev/shm/sem.{name.removeprefix('/')}") in shared_memory_files([os.getpid()])
-
-
-def test_a_process_that_has_ended_uses_no_shared_memory() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "pass"])
-    process.wait()
-    assert shared_memory_files([process.pid]) == set()
+    ended = python("pass")
+    ended.wait()
+    assert shared_memory_files([ended.pid]) == set()
 
 
 def test_children_are_all_descendants_and_end_ends_them() -> None:
@@ -208,17 +206,6 @@ def test_a_thread_that_wakes_on_time_has_no_timer_slack_and_the_one_that_started
 
     with ThreadPoolExecutor() as pool:
         assert pool.submit(starter).result() == (1, 50_000)
-
-
-def test_processes_are_ended_although_stopping_them_failed() -> None:
-    process = psutil.Process(python(SLEEPER).pid)
-
-    def stop() -> None:
-        raise RuntimeError("no answer")
-
-    with pytest.raises(RuntimeError, match="no answer"):
-        end_processes({process.pid: process}, stop)
-    assert not process.is_running()
 
 
 def test_after_the_clock_was_set_nobodys_file_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,18 +53,12 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", SECRETS)
-def test_a_secret_is_told_from_its_name_or_its_shape(name: str) -> None:
-    shown = redact.variable(name, SECRETS[name])
-    assert "[redacted " in shown and not any(each in shown for each in HIDDEN)
-    assert redact.variable(name, shown) == shown, "redacting twice changes nothing"
-
-
-def test_other_values_stay() -> None:
+def test_a_secret_is_told_from_its_name_or_its_shape_and_other_values_stay() -> None:
+    for name, secret in SECRETS.items():
+        shown = redact.variable(name, secret)
+        assert "[redacted " in shown and not any(each in shown for each in HIDDEN), name
+        assert redact.variable(name, shown) == shown, "redacting twice changes nothing"
     assert redact.values(PLAIN) == PLAIN
-
-
-def test_two_secrets_get_different_marks() -> None:
     assert redact.variable("HF_TOKEN", "one-secret") != redact.variable("HF_TOKEN", "two-secrets")
 
 
@@ -91,9 +85,9 @@ def test_two_secrets_get_different_marks() -> None:
         ("ValueError: bad AKIAIOSFODNN7EXAMPLE in request", "AKIAIOSFODNN7EXAMPLE"),
     ],
 )
-def test_free_text_loses_its_secrets(given: str, hidden: str | None) -> None:
+def test_free_text_loses_its_secrets(given: str, hidden: str) -> None:
     shown = redact.text(given)
-    assert shown == given if hidden is None else hidden not in shown and "[redacted " in shown
+    assert hidden not in shown and "[redacted " in shown
 
 
 @pytest.mark.parametrize(
@@ -260,4 +254,4 @@ def test_the_time_grows_with_the_length_alone(part: str) -> None:
         redact.text((part * length)[:length])
         return time.process_time() - started
 
-    assert min(seconds(400_000) for _ in range(3)) < 20 * max(seconds(50_000), 0.005)
+    assert min(seconds(160_000) for _ in range(3)) < 20 * max(seconds(20_000), 0.005)

@@ -53,12 +53,9 @@ def test_metrics_are_one_line_a_step_and_the_first_has_the_start(tmp_path: Path)
         {"log_prob_difference_mean": 2.5e-6},
         {"log_prob_difference_mean": 2.5e-6, "seconds/verify_readback": 0.125},
     ], "what the report's section on the syncs reads, and no more: a run may have many steps"
-
-
-def test_ranks_other_than_0_write_nothing(tmp_path: Path) -> None:
-    record = RunRecord(file=None, launched=0.0)
-    record.add(step(0), {}, {})
-    assert len(record.steps) == 1 and list(tmp_path.iterdir()) == []
+    of_rank_1 = RunRecord(file=None, launched=0.0)
+    of_rank_1.add(step(0), {}, {})
+    assert len(of_rank_1.steps) == 1 and [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_lines_of_a_step_and_of_the_start(tmp_path: Path) -> None:
@@ -96,13 +93,9 @@ def test_metrics_have_the_worst_rank_all_ranks_and_the_end() -> None:
     assert metrics["memory/end"] == 12 * GIB
     assert metrics["memory/ranks_mib"]["sync"]["used"] == [10 * 1024, 12 * 1024]
     assert list(metrics["memory/ranks_mib"]) == ["resume_weights", "sync", "release"]
-
-
-def test_metrics_of_a_cpu_are_the_host_memory() -> None:
-    assert memory(ON_CPU) == {
+    assert memory({}) == {} and memory(ON_CPU) == {
         "memory/max_rss": 3 * GIB,
         "memory/sync/rss": 3 * GIB,
         "memory/end": 3 * GIB,
         "memory/ranks_mib": {"sync": {"rss": [3072, 2048]}},
     }
-    assert memory({}) == {}
