@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.rollout import sglang_api
 from harness.rollout.engine import EngineFailed, EngineRecord, NamedTensors
 from harness.rollout.engine_ranks import Group, together
-from harness.rollout.update_group import UpdateGroup
 from tests.tools.verify.plain_server import PlainServer
 
 T = TypeVar("T")
@@ -43,7 +42,6 @@ class HttpEngine:
         self._is_head = self.group.rank == self.group.head
         self._in_update = False
         self._server: PlainServer | None = None
-        self._update_group: UpdateGroup | None = None
         self._arguments: dict[str, Any] = self._on_head(
             lambda: self._start_server(arguments, log_dir / "server.log", base_port)
         )
@@ -91,9 +89,8 @@ class HttpEngine:
         with self.weight_update():
             self._on_head(lambda: self._up.send_tensors([named_tensors] * self.group.tp, load_format, flush_cache))
 
-    def update_weights_from_distributed(self, named_tensors: NamedTensors, flush_cache: bool = True) -> None:
-        with self.weight_update():
-            self._on_head(lambda: self._open_update_group().broadcast(named_tensors, flush_cache))
+    def update_weights_from_distributed(self, named_tensors: NamedTensors, flush_cache: bool = True) -> NoReturn:
+        raise EngineFailed("it has no process group with the trainer")
 
     def update_weights_from_disk(self, path: str) -> None:
         self._call("update_weights_from_disk", model_path=path, load_format="auto")
@@ -114,9 +111,6 @@ class HttpEngine:
         raise EngineFailed("a server cannot be asked")
 
     def shutdown(self) -> None:
-        if self._update_group:
-            self._update_group.close()
-            self._update_group = None
         if self._server:
             self._server.close()
             self._server = None
@@ -130,12 +124,6 @@ class HttpEngine:
     def _start_server(self, arguments: Mapping[str, Any], log: Path, base_port: int) -> dict[str, Any]:
         self._server = PlainServer({**arguments, "tp_size": self.group.tp}, log, base_port)
         return self._server.arguments
-
-    def _open_update_group(self) -> UpdateGroup:
-        if self._update_group is None:
-            address = "127.0.0.1", self._up.ports.update_group_port
-            self._update_group = UpdateGroup(self._up.post, address, self.group.tp, "gloo")
-        return self._update_group
 
     def _call(self, method: str, **body: Any) -> Any:
         return self._on_head(lambda: self._up.post(method, **body))

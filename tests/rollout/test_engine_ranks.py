@@ -76,17 +76,13 @@ def test_an_engine_that_gets_no_ports_fails_on_every_rank(tmp_path: Path) -> Non
     assert said[0].startswith("engine start failed on rank 0: ValueError: engine.base_port = 65530 is too high")
 
 
-def test_shared_is_each_on_its_own() -> None:
-    check_devices(["a", "b"], {0: "a", 1: "b"}, True)
-    check_devices(["a", "b"], {1: "b"}, True)
-    check_devices(["a", "b"], {}, True)
+def test_shared_is_each_on_its_own_and_apart_on_no_trainers_gpu() -> None:
+    for shared in ({0: "a", 1: "b"}, {1: "b"}, {}):
+        check_devices(["a", "b"], shared, True)
+    for apart in ({0: "c", 1: "d"}, {}):
+        check_devices(["a", "b"], apart, False)
     with pytest.raises(ValueError, match=r"rank 1 runs on GPU a, but its trainer is on GPU b .* check CUDA_VIS"):
         check_devices(["a", "b"], {1: "a"}, True)
-
-
-def test_apart_is_on_no_trainers_gpu() -> None:
-    check_devices(["a", "b"], {0: "c", 1: "d"}, False)
-    check_devices(["a", "b"], {}, False)
     with pytest.raises(ValueError, match=r"rank 0 runs on GPU b, but rank 1 trains there \(parallel\.colocate = false"):
         check_devices(["a", "b"], {0: "b"}, False)
     with pytest.raises(ValueError, match=r"rank 1 runs on GPU c, but so does the engine rank of rank 0"):

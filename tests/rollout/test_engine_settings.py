@@ -1,7 +1,6 @@
 """The arguments and the environment of an engine. tests/end_to_end/test_gpu_memory.py releases real CUDA graphs."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from harness.rollout.engine_settings import (
     GRAPHS_IN_MEMORY_SAVER,
     TORCHRUN_VARIABLES,
-    Preset,
     captures_graphs,
     child_environment,
     cores_by_tp_rank,
@@ -22,24 +20,16 @@ from harness.rollout.engine_settings import (
 )
 
 
-def test_piecewise_capture_is_off_on_every_device() -> None:
-    """0.5.13 captures on CPU too where nothing forbids it, and dies."""
-    assert all(engine_defaults(device)["disable_piecewise_cuda_graph"] for device in ("cpu", "cuda"))
-
-
 def test_on_a_gpu_the_preset_sglang_leaves_backends_and_graphs_to_it() -> None:
     own, reproducible = engine_defaults("cuda", "sglang"), engine_defaults("cuda")
     assert {"attention_backend", "sampling_backend", "disable_cuda_graph"} <= set(reproducible) - set(own)
     assert not any("graph" in name or "backend" in name for name in own)
     assert own["enable_memory_saver"] and own["mem_fraction_static"] == reproducible["mem_fraction_static"]
     assert own.items() <= reproducible.items()
-
-
-def test_on_a_cpu_both_presets_are_the_same() -> None:
+    assert captures_graphs(own) and not captures_graphs(reproducible)
     assert engine_defaults("cpu", "sglang") == engine_defaults("cpu")
-
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+    for device in ("cpu", "cuda"):  # 0.5.13 captures on CPU too where nothing forbids it, and dies
+        assert engine_defaults(device)["disable_piecewise_cuda_graph"]
 
 
 @pytest.mark.parametrize(
@@ -83,11 +73,6 @@ CAN: Any = SimpleNamespace(graphs_in_memory_saver=True, breakable_graphs=False)
 BREAKABLE: Any = SimpleNamespace(graphs_in_memory_saver=True, breakable_graphs=True)
 CANNOT: Any = SimpleNamespace(graphs_in_memory_saver=False, breakable_graphs=False)
 SGLANG = engine_defaults("cuda", "sglang")
-
-
-@pytest.mark.parametrize(("preset", "captures"), [("sglang", True), ("reproducible", False)])
-def test_the_preset_decides_whether_graphs_are_captured(preset: Preset, captures: bool) -> None:
-    assert captures_graphs(engine_defaults("cuda", preset)) is captures
 
 
 @pytest.mark.parametrize(
@@ -147,38 +132,25 @@ def torchrun_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return environment()
 
 
-def test_a_child_sees_no_torchrun_and_the_changes(torchrun_environment: dict[str, str]) -> None:
+def test_a_child_sees_no_torchrun_and_the_changes_and_all_is_undone(torchrun_environment: dict[str, str]) -> None:
     with child_environment({"ADDED": "2", "CHANGED": "2", "KEPT": None, "NEVER_SET": None, "RANK": "7"}):
         assert not [name for name in os.environ if name.startswith("TORCHELASTIC_")]
         assert [name for name in TORCHRUN_VARIABLES if name in os.environ] == ["RANK"]
         assert (os.environ["ADDED"], os.environ["CHANGED"], os.environ["RANK"]) == ("2", "2", "7")
         assert "KEPT" not in os.environ
-    assert environment() == torchrun_environment
-
-
-def test_what_the_body_did_to_the_environment_is_undone(torchrun_environment: dict[str, str]) -> None:
-    with child_environment({"ADDED": "2"}):
-        os.environ["OF_THE_BODY"] = "3"
-        os.environ["CHANGED"] = "3"
-        os.environ["WORLD_SIZE"] = "3"
-        del os.environ["ADDED"], os.environ["KEPT"]
+        os.environ |= {"OF_THE_BODY": "3", "CHANGED": "3", "WORLD_SIZE": "3"}
+        del os.environ["ADDED"]
     assert environment() == torchrun_environment
     assert os.popen("echo $CHANGED$OF_THE_BODY$WORLD_SIZE").read() == "11\n"  # children see it too
 
 
-def test_the_environment_is_restored_after_an_exception(torchrun_environment: dict[str, str]) -> None:
+def test_the_environment_is_restored_after_a_failure_and_a_made_one_changes_nothing(
+    torchrun_environment: dict[str, str],
+) -> None:
     with pytest.raises(RuntimeError), child_environment({"ADDED": "2"}):
         raise RuntimeError
-    assert environment() == torchrun_environment
-
-
-def test_a_change_that_cannot_be_made_leaves_the_environment_as_it_was(torchrun_environment: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="null byte"), child_environment({"ADDED": "2", "CHANGED": "a\0b"}):
         pass
-    assert environment() == torchrun_environment
-
-
-def test_an_engines_environment_is_made_without_changing_this_one(torchrun_environment: dict[str, str]) -> None:
     made = engine_environment(torchrun_environment, {"ADDED": "2", "KEPT": None, "RANK": "7"})
     assert {"ADDED": "2", "CHANGED": "1", "RANK": "7"}.items() <= made.items()
     assert not {"KEPT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & made.keys()

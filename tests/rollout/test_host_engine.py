@@ -45,13 +45,10 @@ def python(code: str, **options: Any) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", code], text=True, **options)
 
 
-def first_line(child: "subprocess.Popen[str]") -> str:
-    assert child.stdout is not None
-    return child.stdout.readline()
-
-
 def test_a_child_goes_on_writing_to_the_file_after_it_closes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "logs" / "engine.log"
+    log.parent.mkdir()
+    log.write_text("Traceback (most recent call last):\nValueError: of an earlier run\n")
     deadline = time.monotonic() + 20
     os.write(1, b"before\n")
     with output_to(log):
@@ -86,14 +83,6 @@ def test_output_comes_back_after_an_exception_and_no_descriptor_leaks(
     assert len(os.listdir("/proc/self/fd")) == descriptors
     os.write(1, b"here\n")
     assert capfd.readouterr().out == "here\n"
-
-
-def test_what_an_earlier_run_left_in_the_file_is_gone(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("Traceback (most recent call last):\nValueError: of yesterday\n")
-    with output_to(log):
-        os.write(1, b"today\n")
-    assert log.read_text() == "today\n"
 
 
 def watched(*processes: psutil.Process) -> tuple[threading.Event, list[tuple[str, int, str]], threading.Event]:
@@ -158,23 +147,19 @@ def test_a_killed_child_has_its_signal_before_anybody_can_wait_for_it() -> None:
     child.wait()
 
 
-def test_a_child_that_was_gone_before_the_watch_is_reported() -> None:
-    child = python(SLEEPER)
-    process = psutil.Process(child.pid)
+def test_a_child_that_was_gone_before_the_watch_is_reported_and_none_after_stop() -> None:
+    child, other = python(SLEEPER), python(SLEEPER)
+    process, later = psutil.Process(child.pid), psutil.Process(other.pid)
     child.kill()
     child.wait()
     _, deaths, told = watched(process)
     assert told.wait(10)
     assert [pid for _, pid, _ in deaths] == [child.pid]
-
-
-def test_a_death_after_stop_is_not_reported() -> None:
-    child = python(SLEEPER)
-    stop, deaths, told = watched(psutil.Process(child.pid))
+    stop, deaths, told = watched(later)
     stop.set()
-    end_processes({child.pid: psutil.Process(child.pid)})
+    end_processes({other.pid: later})
     assert not told.wait(3 * host_engine.POLL_SECONDS) and deaths == []
-    assert not psutil.pid_exists(child.pid)
+    assert not psutil.pid_exists(other.pid)
 
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    f()\nValueError: of a scheduler\n'
@@ -203,17 +188,12 @@ def started_and_ended(number: int) -> list[BaseProcess]:
     return started
 
 
-def test_while_no_process_has_ended_the_exception_is_the_cause(log: EngineLog) -> None:
+def test_of_a_process_that_failed_the_log_tells_and_else_the_exception_is_the_cause(log: EngineLog) -> None:
     assert log.start_failure(OWN, []).startswith("AssertionError: max_lora_rank is missing (whole log: ")
-
-
-@pytest.mark.parametrize("number", [0, signal.SIGUSR2])
-def test_of_a_process_that_failed_the_log_tells(log: EngineLog, number: int) -> None:
-    assert log.start_failure(OWN, started_and_ended(number)).startswith("ValueError: of a scheduler (")
-
-
-def test_a_killed_process_has_no_last_word(log: EngineLog) -> None:
-    assert log.start_failure(OWN, started_and_ended(signal.SIGKILL)).startswith("AssertionError: ")
+    for number in (0, signal.SIGUSR2):
+        assert log.start_failure(OWN, started_and_ended(number)).startswith("ValueError: of a scheduler (")
+    killed = started_and_ended(signal.SIGKILL)
+    assert log.start_failure(OWN, killed).startswith("AssertionError: "), "it had no last word"
 
 
 def test_an_error_before_the_last_answer_was_survived(log: EngineLog) -> None:

@@ -17,21 +17,13 @@ def answer(reason: Any, *tokens: tuple[float, int, None]) -> dict[str, Any]:
     return {"output_ids": [token for _, token, _ in tokens], "meta_info": meta_info}
 
 
-def test_tokens_log_probs_and_whether_the_length_ended_it() -> None:
-    stopped, cut = read_responses(
-        [
-            answer({"type": "stop", "matched": 1}, (-0.5, 7, None), (-1.5, 1, None)),
-            answer({"type": "length", "length": 1}, (-2.0, 9, None)),
-        ]
-    )
+def test_tokens_log_probs_whether_the_length_ended_it_and_how_often_drafts_were_verified() -> None:
+    drafted = answer({"type": "stop", "matched": 1}, (-0.5, 7, None), (-1.5, 1, None))
+    drafted["meta_info"]["spec_verify_ct"] = 3
+    stopped, cut = read_responses([drafted, answer({"type": "length", "length": 1}, (-2.0, 9, None))])
+    assert (stopped.draft_rounds, cut.draft_rounds) == (3, 0)
     assert (stopped.token_ids, stopped.log_probs, stopped.truncated) == ([7, 1], [-0.5, -1.5], False)
     assert (cut.token_ids, cut.log_probs, cut.truncated) == ([9], [-2.0], True)
-
-
-def test_how_often_drafts_were_verified() -> None:
-    drafted, plain = answer({"type": "stop"}, *TOKENS), answer({"type": "stop"}, *TOKENS)
-    drafted["meta_info"]["spec_verify_ct"] = 3
-    assert [each.draft_rounds for each in read_responses([drafted, plain])] == [3, 0]
 
 
 ABORTED = {"type": "abort", "message": "out of KV cache", "status_code": 500}
@@ -43,9 +35,6 @@ def test_an_aborted_response_fails_with_its_reason(tokens: list[Any]) -> None:
     good = answer({"type": "stop"}, *TOKENS)
     with pytest.raises(EngineFailed, match=f"SGLang aborted response 1 .* after {len(tokens)} tokens: out of KV cache"):
         read_responses([good, answer(ABORTED, *tokens)])
-
-
-def test_an_empty_response_names_why_it_ended() -> None:
     with pytest.raises(EngineFailed, match="response 0 .* after 0 tokens: .*'type': 'stop'"):
         read_responses([answer({"type": "stop", "matched": 1})])
 
@@ -106,6 +95,8 @@ def test_routed_experts_are_those_of_all_tokens_but_the_last() -> None:
     assert response.routed_experts.tolist() == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]]
     [unasked] = read_responses([routed_answer(range(12))])
     assert unasked.routed_experts is None
+    [aborted] = read_responses([{"meta_info": {"finish_reason": ABORTED}}], "mask", (3, 2))
+    assert aborted.aborted and aborted.routed_experts is None
 
 
 @pytest.mark.parametrize(
@@ -120,34 +111,19 @@ def test_experts_that_are_missing_or_of_another_number_are_an_error(experts: Any
         read_responses([routed_answer(experts)], routed_shape=(3, 2))
 
 
-def test_an_aborted_response_may_lack_its_experts() -> None:
-    [response] = read_responses([{"meta_info": {"finish_reason": ABORTED}}], "mask", (3, 2))
-    assert response.aborted and response.routed_experts is None
-
-
 SPANS = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
 
 
-@pytest.mark.parametrize(
-    ("told", "versions"),
-    [
-        ({}, ()),
-        ({"weight_version": "3"}, ("3",)),
-        ({"weight_version": "3", "weight_versions": SPANS}, ("2", "3")),
-    ],
-)
-def test_the_versions_of_all_tokens_are_read_where_sglang_tells_them(told: Any, versions: tuple[str, ...]) -> None:
+def told(**what: Any) -> dict[str, Any]:
     made = answer({"type": "stop"}, *TOKENS)
-    [response] = read_responses([made | {"meta_info": made["meta_info"] | told}])
-    assert response.weight_versions == versions
+    return made | {"meta_info": made["meta_info"] | what}
 
 
 def test_a_response_of_other_weights_is_stale() -> None:
-    made = answer({"type": "stop"}, *TOKENS)
-    told: list[dict[str, Any]] = [{"weight_version": "3"}, {"weight_versions": SPANS}]
-    fresh, mixed = read_responses([made | {"meta_info": made["meta_info"] | each} for each in told])
-    check_weight_version([fresh], "3")
-    check_weight_version(read_responses([made]), "3")  # a release that does not tell
+    answers = [told(), told(weight_version="3"), told(weight_version="3", weight_versions=SPANS)]
+    untold, fresh, mixed = read_responses(answers)
+    assert [each.weight_versions for each in (untold, fresh, mixed)] == [(), ("3",), ("2", "3")]
+    check_weight_version([fresh, untold], "3")
     with pytest.raises(StaleWeights, match=r"response 1 .* version 2, 3, but this step's sync brought version 3"):
         check_weight_version([fresh, mixed], "3")
     unnamed = replace(fresh, weight_versions=("default",))

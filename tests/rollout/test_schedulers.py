@@ -143,38 +143,30 @@ def unpicklable(model: Any, argument: object) -> Any:
 
 def _answers(rank: int, folder: str) -> list[Any]:
     ask = planted(first)
+    planted(unpicklable)
     engine = Engine(rank, 2, folder)
     held = engine.channel.ask(ask, 0)
     assert engine.channel.ask(load_own, [("weight", torch.full((4,), rank + 5.0))]) is None
     found = engine.channel.ask(fingerprint_everything, None).sums
-    return [held, engine.channel.ask(ask, 3), found, engine.calls]
+    told = [held, engine.channel.ask(ask, 3), found, engine.calls]
+    wrong_shape = [("weight", torch.zeros(3 + (rank == 0)))]
+    asked = [engine.asked(load_own, wrong_shape), engine.asked(operator.add, "true"), engine.asked(unpicklable)]
+    return [*told, *asked, engine.asked(load_own, iter([]) if rank else []), engine.asked(load_own, [])]
 
 
-def test_every_rank_is_answered_by_its_own_scheduler_after_one_call_of_the_engine(tmp_path: Path) -> None:
+def test_every_rank_is_answered_by_its_own_scheduler_and_a_failure_is_raised_on_every_rank(tmp_path: Path) -> None:
     zero, one = on_ranks(_answers, 2, tmp_path, str(tmp_path))
     assert zero[:2] == [1.0, 5.0] and one[:2] == [1.0, 6.0]
     assert zero[2] != one[2] and zero[2].keys() == {"weight"}
-    assert (zero[3], one[3]) == (1, 0)
-
-
-def _failures(rank: int, folder: str) -> list[str]:
-    planted(unpicklable)
-    engine = Engine(rank, 2, folder)
-    wrong_shape = [("weight", torch.zeros(3 + (rank == 0)))]
-    asked = [engine.asked(load_own, wrong_shape), engine.asked(operator.add, "true"), engine.asked(unpicklable)]
-    return [*asked, engine.asked(load_own, iter([]) if rank else []), engine.asked(load_own, [])]
-
-
-def test_a_failure_is_raised_on_every_rank_and_the_next_question_is_answered(tmp_path: Path) -> None:
-    zero, one = on_ranks(_failures, 2, tmp_path, str(tmp_path))
-    assert one[0].startswith("SchedulerFailed: the scheduler of rank 1: RuntimeError: The size of tensor a (4) must")
-    assert zero[0] == f"EngineFailed: on rank 1: {one[0].removeprefix('SchedulerFailed: ')}"
+    assert (zero[3], one[3]) == (1, 0), "one call of the engine"
+    failed = one[4].removeprefix("SchedulerFailed: ")
+    assert failed.startswith("the scheduler of rank 1: RuntimeError: The size of tensor a (4) must")
+    assert failed != one[4] and zero[4] == f"EngineFailed: on rank 1: {failed}"
     for rank, seen in enumerate((zero, one)):
         beside = f"SchedulerFailed: the scheduler of rank {rank}: "
-        assert seen[1] == f"{beside}ValueError: function must be one of harness.*, got _operator.add."
-        assert seen[2].startswith(beside) and "pickle" in seen[2]
-        assert seen[4] == "None"
-    assert zero[3] == one[3] == "None"
+        assert seen[5] == f"{beside}ValueError: function must be one of harness.*, got _operator.add."
+        assert seen[6].startswith(beside) and "pickle" in seen[6]
+        assert seen[7] == seen[8] == "None", "the next question is answered"
 
 
 def _order(rank: int, folder: str) -> list[Any]:
@@ -280,12 +272,18 @@ def channel_over(connection: Connection) -> Any:
     return channel
 
 
-def test_half_an_answer_is_of_a_scheduler_that_is_gone() -> None:
+def test_half_an_answer_is_of_a_scheduler_that_is_gone_but_not_a_failure_of_the_connection_itself() -> None:
     mine, theirs = multiprocessing.Pipe()
     os.write(theirs.fileno(), HALF)
     with mine, pytest.raises(PeerGone):
         threading.Timer(0.1, theirs.close).start()
         channel_over(mine)._request(fingerprint_everything, None)
+    mine, theirs = multiprocessing.Pipe()
+    with theirs, unreadable(mine), pytest.raises(OSError, match="Bad file descriptor"):
+        channel_over(mine)._request(fingerprint_everything, None)
+    mine, theirs = multiprocessing.Pipe()
+    with mine, unreadable(theirs), pytest.raises(OSError, match="Bad file descriptor"):
+        schedulers._serve(torch.nn.Linear(1, 1), theirs)
 
 
 def test_an_answer_is_taken_although_its_scheduler_has_died_since() -> None:
@@ -327,18 +325,6 @@ def unreadable(connection: Connection) -> Connection:
     return connection
 
 
-def test_a_failure_of_the_connection_itself_does_not_say_that_the_scheduler_is_gone() -> None:
-    mine, theirs = multiprocessing.Pipe()
-    with theirs, unreadable(mine), pytest.raises(OSError, match="Bad file descriptor"):
-        channel_over(mine)._request(fingerprint_everything, None)
-
-
-def test_a_scheduler_whose_connection_fails_says_why() -> None:
-    mine, theirs = multiprocessing.Pipe()
-    with mine, unreadable(theirs), pytest.raises(OSError, match="Bad file descriptor"):
-        schedulers._serve(torch.nn.Linear(1, 1), theirs)
-
-
 @pytest.mark.parametrize("dies", ["before it asks", "in the middle of a request", "before it is answered"])
 def test_a_scheduler_outlives_its_trainer_rank(dies: str) -> None:
     mine, theirs = multiprocessing.Pipe()
@@ -364,12 +350,6 @@ def test_a_scheduler_outlives_a_trainer_rank_that_never_accepted(
         start_serving(Stage(), [("f", torch.zeros(2))])
     assert threading.active_count() == before
     assert "no trainer rank listens" in capsys.readouterr().err
-
-
-def test_a_scheduler_whose_rank_listens_elsewhere_says_who_waits_for_whom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     with pytest.raises(RuntimeError, match=f"the scheduler of engine rank 3 waits for its trainer rank in {tmp_path}"):
         start_serving(Stage(), [("f", torch.zeros(1))])

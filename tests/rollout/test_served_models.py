@@ -50,17 +50,16 @@ def test_the_order_in_which_sglang_shows_them_does_not_matter(models: tuple[Targ
     assert isinstance(served, ServedModels) and (served.target, served.draft) == models == models_in(served)
     assert serve_together(models[::-1]) is served, "checks keep what they know on it"
     assert serve_together([models[0]]) is models[0]
+    with pytest.raises(ValueError, match="one target and one draft .* got Target, Target"):
+        serve_together([models[0], Target()])
 
 
 def test_names_have_the_role_and_what_both_hold_is_there_once(models: tuple[Target, TargetNextN]) -> None:
     served = serve_together(models)
     assert [name for name, _ in served.named_parameters()] == ["target.embed", "target.layer", "draft.mtp"]
     assert [role_of(name) for name in ("target.embed", "draft.mtp", "model.layers.0")] == ["target", "draft", "target"]
-
-
-def test_a_draft_with_an_embedding_of_its_own_shows(models: tuple[Target, TargetNextN]) -> None:
     models[1].embed = nn.Parameter(torch.zeros(2))
-    assert "draft.embed" in dict(serve_together(models).named_parameters())
+    assert "draft.embed" in dict(served.named_parameters()), "one of its own shows"
 
 
 def test_each_loads_what_it_knows_and_derives_what_it_derives(models: tuple[Target, TargetNextN]) -> None:
@@ -68,8 +67,3 @@ def test_each_loads_what_it_knows_and_derives_what_it_derives(models: tuple[Targ
     served.load_weights((name, torch.full((2,), value)) for name, value in (("layer", 1.0), ("mtp", 2.0)))
     served.post_load_weights()
     assert models[0].layer.tolist() == [1, 1] and models[1].mtp.tolist() == [2, 2] and models[0].derived == 1
-
-
-def test_two_targets_are_refused(models: tuple[Target, TargetNextN]) -> None:
-    with pytest.raises(ValueError, match="one target and one draft .* got Target, Target"):
-        serve_together([models[0], Target()])

@@ -108,62 +108,41 @@ def engine(**answers: Any) -> RecordingEngine:
     return RecordingEngine(answers, [])
 
 
-def test_probe_of_an_old_tree(old: SGLangApi) -> None:
+def test_probes_of_an_old_and_of_a_new_tree(old: SGLangApi, new: SGLangApi, tmp_path: Path) -> None:
     assert (old.version, old.engine_arguments) == ("0.5.11.old", {"model_path", "tp_size"})
     assert not old.update_session and not old.cores_by_device and not old.graphs_in_memory_saver
     assert not old.routed_experts
-
-
-def test_probe_of_a_new_tree(new: SGLangApi) -> None:
     assert new.version == "0.9.9.new"
     assert new.engine_arguments == {"model_path", "custom_weight_loader", "pp_size", "tp_size"}
     assert new.update_session and new.cores_by_device and new.graphs_in_memory_saver and new.routed_experts
-
-
-def test_graphs_cannot_be_released_if_the_custom_all_reduce_registers_their_memory(tmp_path: Path) -> None:
-    reduce = "srt/distributed/device_communicators/custom_all_reduce_v2.py"
-    assert not probed(tmp_path, NEW | {reduce: "class CustomAllReduceV2: ...\n"}).graphs_in_memory_saver
-
-
-def test_a_folder_that_is_not_sglang_is_refused(tmp_path: Path) -> None:
+    registers_memory = {
+        "srt/distributed/device_communicators/custom_all_reduce_v2.py": "class CustomAllReduceV2: ...\n"
+    }
+    assert not probed(tmp_path / "v2", NEW | registers_memory).graphs_in_memory_saver
     with pytest.raises(ValueError, match="give the folder of an installed sglang"):
         sglang_api.probe(SourceTree(tmp_path))
 
 
-def test_user_arguments_replace_defaults_and_unknown_defaults_are_dropped(new: SGLangApi) -> None:
+def test_user_arguments_replace_defaults_and_unknown_ones_are_dropped_or_refused(new: SGLangApi) -> None:
     kept, dropped = sglang_api.check_arguments(new, {"tp_size": 4}, {"tp_size": 1, "pp_size": 2, "gone": True})
-    assert kept == {"tp_size": 4, "pp_size": 2}
-    assert dropped == ("gone",)
-
-
-def test_an_unknown_user_argument_names_the_version_and_the_nearest(new: SGLangApi) -> None:
+    assert (kept, dropped) == ({"tp_size": 4, "pp_size": 2}, ("gone",))
     with pytest.raises(
         UnknownEngineArgument, match=r"engine\.args\.tpsize: sglang 0\.9\.9\.new .* nearest it has is tp_size"
     ):
         sglang_api.check_arguments(new, {"tpsize": 4}, {})
 
 
-@pytest.mark.parametrize(
-    "result", [None, True, (True, "Success"), (True, "ok", 0), SimpleNamespace(success=True, message="")]
-)
-def test_a_call_that_succeeded_returns(result: object) -> None:
-    recording = engine(update=result)
-    sglang_api.call(recording, "update", 1, a=2)
-    assert recording.calls == [("update", (1,), {"a": 2})]
-
-
-@pytest.mark.parametrize(
-    "result", [(False, "why"), (False, "why", None, None), SimpleNamespace(success=False, message="why")]
-)
-def test_a_call_that_failed_raises(result: object) -> None:
-    with pytest.raises(EngineRefused, match="update: the engine refused: why"):
-        sglang_api.call(engine(update=result), "update")
-
-
-@pytest.mark.parametrize("result", [False, (), 1, "Success", {"success": True}])
-def test_a_result_that_cannot_be_read_is_a_failure(result: object) -> None:
-    with pytest.raises(EngineRefused, match="update: the engine refused: it returned"):
-        sglang_api.call(engine(update=result), "update")
+def test_a_call_returns_or_raises_by_what_the_engine_answered() -> None:
+    for result in (None, True, (True, "Success"), (True, "ok", 0), SimpleNamespace(success=True, message="")):
+        recording = engine(update=result)
+        sglang_api.call(recording, "update", 1, a=2)
+        assert recording.calls == [("update", (1,), {"a": 2})]
+    for refusal in ((False, "why"), (False, "why", None, None), SimpleNamespace(success=False, message="why")):
+        with pytest.raises(EngineRefused, match="update: the engine refused: why"):
+            sglang_api.call(engine(update=refusal), "update")
+    for unreadable in (False, (), 1, "Success", {"success": True}):
+        with pytest.raises(EngineRefused, match="update: the engine refused: it returned"):
+            sglang_api.call(engine(update=unreadable), "update")
 
 
 def test_session_opens_and_closes(old: SGLangApi, new: SGLangApi) -> None:
@@ -195,10 +174,15 @@ def test_a_session_that_does_not_open_or_close_is_a_failure(new: SGLangApi) -> N
         pass
 
 
-def test_environment_of_an_old_engine_is_fixed(old: SGLangApi) -> None:
+def test_environment_of_an_old_engine_is_fixed_and_one_that_cannot_be_read_an_error(
+    old: SGLangApi, tmp_path: Path
+) -> None:
     user = {"NCCL_CUMEM_ENABLE": "1"}
     assert sglang_api.common_environment(old, {}, user) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert sglang_api.common_environment(old, {"enable_nccl_nvls": True}, {})["NCCL_NVLS_ENABLE"] == "1"
+    api = probed(tmp_path, {"srt/entrypoints/engine.py": "class Engine:\n    def generate(self): ...\n"})
+    with pytest.raises(ValueError, match="_set_envs_and_config"):
+        sglang_api.common_environment(api, {}, {})
 
 
 def test_environment_of_a_new_engine_keeps_the_users_value_unless_asked(new: SGLangApi) -> None:
@@ -208,12 +192,6 @@ def test_environment_of_a_new_engine_keeps_the_users_value_unless_asked(new: SGL
     assert sglang_api.common_environment(new, {}, user) == {**common, "NCCL_CUMEM_ENABLE": "1"}
     asked = sglang_api.common_environment(new, {"enable_symm_mem": True}, {"NCCL_CUMEM_ENABLE": "0"})
     assert asked == {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-
-
-def test_an_engine_whose_environment_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    api = probed(tmp_path, {"srt/entrypoints/engine.py": "class Engine:\n    def generate(self): ...\n"})
-    with pytest.raises(ValueError, match="_set_envs_and_config"):
-        sglang_api.common_environment(api, {}, {})
 
 
 def test_defaults_name_their_device_and_no_other() -> None:
@@ -228,13 +206,10 @@ def test_the_file_of_the_load_reports_loses_its_name_after_the_reader_has_opened
     file.write_bytes(b"reports")
     opened: list[bytes] = []
     reader = SimpleNamespace(path=str(file), read_all=lambda: opened.append(file.read_bytes()))
-    sglang_api.unlink_shared_memory(SimpleNamespace(tokenizer_manager=SimpleNamespace(load_snapshot_reader=reader)))
+    without = [SimpleNamespace(), SimpleNamespace(load_snapshot_reader=SimpleNamespace())]  # of other releases
+    for manager in (*without, SimpleNamespace(load_snapshot_reader=reader)):
+        sglang_api.unlink_shared_memory(SimpleNamespace(tokenizer_manager=manager))
     assert opened == [b"reports"] and not file.exists()
-
-
-@pytest.mark.parametrize("manager", [SimpleNamespace(), SimpleNamespace(load_snapshot_reader=SimpleNamespace())])
-def test_releases_without_a_file_of_load_reports_are_left_alone(manager: SimpleNamespace) -> None:
-    sglang_api.unlink_shared_memory(SimpleNamespace(tokenizer_manager=manager))
 
 
 def test_serialize_is_what_a_process_can_open_once() -> None:

@@ -50,13 +50,10 @@ def test_a_side_that_cannot_be_freed_is_left_behind(monkeypatch: pytest.MonkeyPa
     connection.close()
 
 
-def test_two_sides_that_wait_for_ever_time_out() -> None:
+def test_sides_that_wait_for_ever_time_out_and_are_named() -> None:
     connection = Connection()
     with pytest.raises(TimeoutError, match="the engine's call and the trainer's side took more than 0 s"):
         side_by_side(connection.wait, connection.wait, 0.1, connection.close)
-
-
-def test_one_side_that_waits_for_ever_is_named() -> None:
     connection = Connection()
     with pytest.raises(TimeoutError, match="^the trainer's side took more than"):
         side_by_side(lambda: None, connection.wait, 1.0, connection.close)

@@ -38,8 +38,5 @@ def test_own_gpus_come_first(
     assert made["CUDA_VISIBLE_DEVICES"] == ",".join(seen)
     assert made["SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"] is None
     assert (engine.visible_gpus, engine.trainer_gpu) == (seen, trains_on)
-
-
-def test_ranks_of_one_gpu_each_add_none() -> None:
-    engine = engine_of(2, [RankLocation(rank, "h", rank, (str(rank),), 1) for rank in range(4)])
-    assert (engine.visible_gpus, engine.trainer_gpu) == (("2", "3"), "2")
+    of_one_each = engine_of(2, [RankLocation(rank, "h", rank, (str(rank),), 1) for rank in range(4)])
+    assert (of_one_each.visible_gpus, of_one_each.trainer_gpu) == (("2", "3"), "2"), "they add none"
