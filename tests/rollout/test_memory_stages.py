@@ -91,32 +91,35 @@ def failure(kind: type[Exception], work: Callable[[], None]) -> str:
     return str(caught.value)
 
 
-def three_steps(group: Any, mode: str) -> Any:
-    engine = FakeEngine(group, late=group.rank * 3)
-    facts: list[dict[str, Any]] = []
+def steps(group: Any, rounds: int, late: int = 0, has_memory_saver: bool = True, **named: Any) -> SimpleNamespace:
+    """What an engine and its stages saw in so many PPO steps; it begins resumed."""
+    engine = FakeEngine(group, has_memory_saver, late=group.rank * late)
+    seen = SimpleNamespace(calls=engine.calls, free=[], facts=[], said=[])
     # a busy machine may take long for the late readings; nothing waits as long as this when the bytes are right
-    stages = stages_of(engine, resume_mode=mode, patience_seconds=30, fact=lambda name, **values: facts.append(values))
-    free = []
-    for _ in range(3):
-        stages.resume_weights()  # the first one finds the engine resumed
-        free.append(engine.free)
+    note = {"fact": lambda name, **values: seen.facts.append(values), "say": seen.said.append}
+    stages = stages_of(engine, patience_seconds=30, **note, **named)
+    for _ in range(rounds):
+        stages.resume_weights()
+        seen.free.append(engine.free)
         stages.resume_kv_cache()
         stages.release_all()
-    return engine.calls, free, facts
+    seen.free.append(engine.free)
+    seen.released = stages.released
+    return seen
 
 
 def test_staged_resumes_the_weights_first() -> None:
-    for calls, free, facts in on_two_ranks(three_steps, "staged"):
-        assert calls[:4] == ["release kv_cache", "release weights", "resume weights", "resume kv_cache"]
-        assert free == [10_000 * MIB, 13_000 * MIB, 13_000 * MIB]
-        assert [fact["moved"] // MIB for fact in facts[:4]] == [3000, 1000, 1000, 3000]
-        assert facts[0]["expected"] is None and facts[4]["expected"] == 3000 * MIB
+    for seen in on_two_ranks(partial(steps, rounds=3, late=3, resume_mode="staged")):
+        assert seen.calls[:4] == ["release kv_cache", "release weights", "resume weights", "resume kv_cache"]
+        assert seen.free[:3] == [10_000 * MIB, 13_000 * MIB, 13_000 * MIB]
+        assert [fact["moved"] // MIB for fact in seen.facts[:4]] == [3000, 1000, 1000, 3000]
+        assert seen.facts[0]["expected"] is None and seen.facts[4]["expected"] == 3000 * MIB
 
 
 def test_all_resumes_both_before_the_sync() -> None:
-    for calls, free, _ in on_two_ranks(three_steps, "all"):
-        assert calls[2:5] == ["resume weights kv_cache", "release kv_cache", "release weights"]
-        assert free == [10_000 * MIB] * 3
+    for seen in on_two_ranks(partial(steps, rounds=3, late=3, resume_mode="all")):
+        assert seen.calls[2:5] == ["resume weights kv_cache", "release kv_cache", "release weights"]
+        assert seen.free[:3] == [10_000 * MIB] * 3
 
 
 def steps_of_slow_releases(group: Any) -> Any:
@@ -136,17 +139,6 @@ def test_a_release_is_measured_to_its_end() -> None:
         assert [fact["expected"] for fact in facts if fact["action"] == "resume"] == [SIZES["kv_cache"]] * 3
 
 
-def two_steps_with_graphs(group: Any, mode: str) -> Any:
-    engine = FakeEngine(group)
-    stages = stages_of(engine, resume_mode=mode, holds_graphs=True, patience_seconds=30)
-    stages.release_all()
-    for _ in range(2):
-        stages.resume_weights()
-        stages.resume_kv_cache()
-        stages.release_all()
-    return engine.calls, engine.free, stages.released
-
-
 @pytest.mark.parametrize(
     ("mode", "resumes"),
     [
@@ -156,9 +148,9 @@ def two_steps_with_graphs(group: Any, mode: str) -> Any:
 )
 def test_graphs_come_back_with_the_kv_cache_in_sglangs_own_order(mode: str, resumes: list[str]) -> None:
     releases = ["release kv_cache", "release weights", "release cuda_graph"]
-    for calls, free, released in on_two_ranks(two_steps_with_graphs, mode):
-        assert calls == releases + 2 * (resumes + releases)
-        assert free == 10_000 * MIB + sum(SIZES.values()) and released == SIZES
+    for seen in on_two_ranks(partial(steps, rounds=3, resume_mode=mode, holds_graphs=True)):
+        assert seen.calls == releases + 2 * (resumes + releases)
+        assert seen.free[-1] == 10_000 * MIB + sum(SIZES.values()) and seen.released == SIZES
 
 
 def graphs_that_the_saver_does_not_hold(group: Any) -> str:
@@ -230,21 +222,10 @@ def test_other_bytes_than_are_right_fail_on_every_rank_and_name_one() -> None:
         }
 
 
-def nothing_to_do(group: Any) -> Any:
-    said: list[str] = []
-    engine = FakeEngine(group, has_memory_saver=False)
-    stages = MemoryStages(engine, say=said.append)  # type: ignore[arg-type]
-    for _ in range(2):
-        stages.resume_weights()
-        stages.resume_kv_cache()
-        stages.release_all()
-    return engine.calls, said
-
-
 def test_without_the_memory_saver_stages_do_nothing_and_say_so_once() -> None:
-    for calls, said in on_two_ranks(nothing_to_do):
-        assert calls == []
-        assert said == ["no torch_memory_saver: release and resume are no-ops, the engine keeps its memory"]
+    for seen in on_two_ranks(partial(steps, rounds=2, has_memory_saver=False)):
+        assert seen.calls == []
+        assert seen.said == ["no torch_memory_saver: release and resume are no-ops, the engine keeps its memory"]
 
 
 SLACKS = [(2 * MIB, 64 * MIB), (1000 * MIB, 64 * MIB), (100_000 * MIB, 5000 * MIB)]
