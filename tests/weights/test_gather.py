@@ -7,6 +7,7 @@
 - pieces are aligned and do not overlap, and each tensor lies inside a piece of its own live tensor.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -107,59 +108,14 @@ def bytes_of(entry: TensorView) -> tuple[int, int]:
 
 
 @given(models(st.integers(1, 5)), st.integers(1, 12_000))
-@settings(max_examples=40, deadline=None)
-def test_every_tensor_is_in_one_bucket_and_no_group_is_split_but_between_experts(
-    live: dict[str, Sharded], limit: int
-) -> None:
-    layout = layout_of(live)
-    group_of = {each.name: fusing_key(each) for each in layout}
-    buckets = plan(live, limit)
-    sent = [entry for bucket in buckets for entry in bucket.views]
-    assert sorted(entry.name for entry in sent) == sorted(each.name for each in layout)
-    assert {(entry.name, entry.shape, entry.stride, entry.dtype) for entry in sent} == {
-        (each.name, each.shape, each.stride, each.dtype) for each in layout
-    }
-    assert all(bucket.pieces for bucket in buckets)
-
-    runs = [group for group, _ in groupby(sent, key=lambda entry: group_of[entry.name])]
-    assert runs == list(dict.fromkeys(group_of.values()))  # in order, and none split
-    seen_in: dict[str, set[int]] = {}
-    for index, bucket in enumerate(buckets):
-        for entry in bucket.views:
-            seen_in.setdefault(group_of[entry.name], set()).add(index)
-    for group, places in seen_in.items():
-        assert len(places) == 1 or group.endswith(".experts.gate_up_proj")
-
-
-@given(models(st.integers(1, 5)), st.integers(1, 12_000))
-@settings(max_examples=40, deadline=None)
-def test_a_bucket_is_full_but_above_the_limit_only_where_what_cannot_be_split_is(
-    live: dict[str, Sharded], limit: int
-) -> None:
-    live_group = {each.of: fusing_key(each) for each in layout_of(live)}
-    buckets = plan(live, limit)
-    for bucket in buckets:
-        assert bucket.nbytes == sum(aligned(piece.nbytes) for piece in bucket.pieces)
-        if bucket.nbytes > aligned(limit):
-            assert len({live_group[piece.of] for piece in bucket.pieces}) == 1
-            for piece in bucket.pieces:
-                assert not piece.of.endswith("gate_up_proj") or piece.stop - piece.start == 1
-    for before, after in pairwise(buckets):
-        first = after.pieces[0].of
-        if first.endswith("gate_up_proj"):
-            least = after.pieces[0].row_bytes
-        else:
-            together = [piece for piece in after.pieces if live_group[piece.of] == live_group[first]]
-            least = sum(aligned(piece.nbytes) for piece in together)
-        assert before.nbytes + least > limit
-
-
-@given(models(st.integers(1, 5)), st.integers(1, 12_000))
-@settings(max_examples=40, deadline=None)
-def test_pieces_are_aligned_and_apart_and_hold_their_tensors(live: dict[str, Sharded], limit: int) -> None:
-    live_name = {each.name: each.of for each in layout_of(live)}
+@settings(max_examples=60, deadline=None)
+def test_a_plan_is_as_said_above(live: dict[str, Sharded], limit: int) -> None:
+    layout, buckets = layout_of(live), plan(live, limit)
+    check_order(layout, buckets)
+    check_sizes({each.of: fusing_key(each) for each in layout}, buckets, limit)
+    live_name = {each.name: each.of for each in layout}
     rows_sent: dict[str, list[tuple[int, int]]] = {}
-    for bucket in plan(live, limit):
+    for bucket in buckets:
         assert all(piece.offset_bytes % ALIGNMENT == 0 for piece in bucket.pieces)
         for one, other in pairwise(bucket.pieces):
             assert one.offset_bytes + one.nbytes <= other.offset_bytes
@@ -179,6 +135,38 @@ def test_pieces_are_aligned_and_apart_and_hold_their_tensors(live: dict[str, Sha
     for name, rows in rows_sent.items():  # each chunk's rows once, in order
         assert rows[0][0] == 0 and rows[-1][1] == live[name].shards.chunk
         assert all(one[1] == other[0] for one, other in pairwise(rows))
+
+
+def check_order(layout: Sequence[TensorView], buckets: Sequence[Bucket]) -> None:
+    group_of = {each.name: fusing_key(each) for each in layout}
+    sent = [entry for bucket in buckets for entry in bucket.views]
+    assert sorted(entry.name for entry in sent) == sorted(each.name for each in layout)
+    assert {(entry.name, entry.shape, entry.stride, entry.dtype) for entry in sent} == {
+        (each.name, each.shape, each.stride, each.dtype) for each in layout
+    }
+    assert all(bucket.pieces for bucket in buckets)
+    runs = [group for group, _ in groupby(sent, key=lambda entry: group_of[entry.name])]
+    assert runs == list(dict.fromkeys(group_of.values()))  # in order, and none split
+    places = {(group_of[entry.name], index) for index, bucket in enumerate(buckets) for entry in bucket.views}
+    split = [group for group, count in Counter(group for group, _ in places).items() if count > 1]
+    assert all(group.endswith(".experts.gate_up_proj") for group in split)
+
+
+def check_sizes(live_group: Mapping[str, str], buckets: Sequence[Bucket], limit: int) -> None:
+    for bucket in buckets:
+        assert bucket.nbytes == sum(aligned(piece.nbytes) for piece in bucket.pieces)
+        if bucket.nbytes > aligned(limit):
+            assert len({live_group[piece.of] for piece in bucket.pieces}) == 1
+            for piece in bucket.pieces:
+                assert not piece.of.endswith("gate_up_proj") or piece.stop - piece.start == 1
+    for before, after in pairwise(buckets):
+        first = after.pieces[0].of
+        if first.endswith("gate_up_proj"):
+            least = after.pieces[0].row_bytes
+        else:
+            together = [piece for piece in after.pieces if live_group[piece.of] == live_group[first]]
+            least = sum(aligned(piece.nbytes) for piece in together)
+        assert before.nbytes + least > limit
 
 
 @given(st.permutations(LIVE_NAMES), st.integers(1, 12_000))
@@ -280,6 +268,9 @@ def test_gather_gives_the_full_tensors_bit_for_bit_on_every_rank(ranks: int, tmp
 
 def test_of_one_rank_too(alone: None) -> None:
     assert _gather_all(0, 1, range(4)) == []
+    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3).T)
+    full = full_tensor(parameter)
+    assert full.is_contiguous() and not full.requires_grad and torch.equal(full, parameter)
 
 
 def test_gather_gives_full_contiguous_tensors_without_a_gradient(alone: None) -> None:
@@ -307,9 +298,3 @@ def test_experts_that_are_not_sharded_are_gathered_in_several_buckets_too() -> N
     assert len(buckets) == 3
     found = {name: tensor for bucket in buckets for name, tensor in gathered(bucket, live).items()}
     assert all(torch.equal(found[view.name], view.in_memory(whole)) for view in layout)
-
-
-def test_full_tensor_of_a_plain_strided_parameter() -> None:
-    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3).T)
-    full = full_tensor(parameter)
-    assert full.is_contiguous() and not full.requires_grad and torch.equal(full, parameter)

@@ -68,18 +68,6 @@ def test_the_difference_is_over_the_response_tokens_of_all_ranks(tmp_path: Path)
     assert (infinite.largest, infinite.sequence.index, infinite.position.index) == (INF, 0, 1)
 
 
-def _nothing(rank: int) -> str:
-    try:
-        log_prob_difference(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_batch_without_responses_is_refused(tmp_path: Path) -> None:
-    assert "a response token on some rank, got none" in on_ranks(_nothing, 1, tmp_path)[0]
-
-
 def test_an_engine_that_is_a_little_less_exact_than_the_trainer_passes_and_one_that_computes_otherwise_does_not() -> (
     None
 ):
@@ -125,24 +113,23 @@ def test_one_sequence_or_one_position_alone_fails_and_is_named() -> None:
     assert allowed.violations(difference(0.010, position=0.08)) == ["8.00e-02 at response position 7 (allowed 0.016)"]
 
 
-def _of_gaps(rank: int, gaps: torch.Tensor) -> LogProbDifference:
-    return log_prob_difference(gaps, torch.zeros_like(gaps), torch.ones_like(gaps))
+@pytest.mark.usefixtures("alone")
+def test_a_sequence_is_judged_by_its_bulk_and_a_jump_of_one_token_is_none_of_it() -> None:
+    def of_gaps(gaps: torch.Tensor, mask: float = 1.0) -> LogProbDifference:
+        return log_prob_difference(gaps, torch.zeros_like(gaps), torch.full_like(gaps, mask))
 
-
-def test_a_sequence_is_judged_by_its_bulk_and_a_jump_of_one_token_is_none_of_it(tmp_path: Path) -> None:
     gaps = torch.full((16, 16), 0.01)
     gaps[4, :3] = 0.7  # healthy: a router chose other experts
     gaps[9] = 0.02
-    (found,) = on_ranks(_of_gaps, 1, tmp_path, gaps)
+    found = of_gaps(gaps)
     assert (found.sequence.index, found.sequence.bulk) == (9, pytest.approx(0.02))
     assert found.position.bulk == found.bulk == pytest.approx(0.01)
     assert found.mean == pytest.approx((237 * 0.01 + 3 * 0.7 + 16 * 0.02) / 256)
-
-
-def test_parts_of_few_tokens_are_shown_and_not_judged(tmp_path: Path) -> None:
-    (found,) = on_ranks(_of_gaps, 1, tmp_path, torch.tensor([[0.1] * 7, [0.2] * 7]))
-    assert found.sequence == PartDifference(index=1, mean=pytest.approx(0.2), bulk=0.0)
-    assert found.position.bulk == 0
+    few = of_gaps(torch.tensor([[0.1] * 7, [0.2] * 7]))  # shown, and not judged
+    assert few.sequence == PartDifference(index=1, mean=pytest.approx(0.2), bulk=0.0)
+    assert few.position.bulk == 0
+    with pytest.raises(ValueError, match="a response token on some rank, got none"):
+        of_gaps(torch.zeros(1, 2), mask=0)
 
 
 def test_rollouts_merge_to_the_mean_of_all_tokens_and_the_worst_parts() -> None:

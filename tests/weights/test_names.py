@@ -55,6 +55,7 @@ def test_the_layout_is_what_save_pretrained_writes(kind: str, tmp_path: Path) ->
     layout = checkpoint_layout(model, live)
     assert len(layout) == len(saved)
     assert {tensor.name for tensor in layout} == saved.keys()
+    assert ("lm_head.weight" in saved) == (kind not in ("qwen2 tied", "gemma3_text"))
     for tensor in layout:
         there = saved[tensor.name]
         view = tensor.in_memory(live[tensor.of].detach())
@@ -68,16 +69,6 @@ def test_the_layout_needs_no_values_and_keeps_the_live_order() -> None:
     layout = checkpoint_layout(model, live)
     assert checkpoint_layout(model, {name: tensor.to("meta") for name, tensor in live.items()}) == layout
     assert list(dict.fromkeys(tensor.of for tensor in layout)) == list(live)
-
-
-def test_tied_weights_are_there_once_and_the_correction_bias_is_there() -> None:
-    def names(kind: str) -> set[str]:
-        model = build(kind)
-        return {tensor.name for tensor in checkpoint_layout(model, dict(named_tensors(model)))}
-
-    assert "lm_head.weight" in names("qwen2") and "lm_head.weight" not in names("qwen2 tied")
-    assert "model.embed_tokens.weight" in names("qwen2 tied")
-    assert "model.layers.1.mlp.gate.e_score_correction_bias" in names("deepseek_v3")
 
 
 def test_a_view_of_a_live_tensor_that_does_not_begin_its_storage() -> None:
@@ -111,7 +102,5 @@ def test_the_names_in_a_checkpoint_are_those_that_are_sent(shards: bool, tmp_pat
     model.save_pretrained(tmp_path, **({"max_shard_size": "100KB"} if shards else {}))
     sent = {view.name for view in checkpoint_layout(model, dict(named_tensors(model)))}
     assert names_in_checkpoint(str(tmp_path)) == sent
-
-
-def test_a_folder_without_weights_has_no_names(tmp_path: Path) -> None:
-    assert names_in_checkpoint(str(tmp_path)) == frozenset()
+    (tmp_path / "empty").mkdir()
+    assert names_in_checkpoint(str(tmp_path / "empty")) == frozenset()

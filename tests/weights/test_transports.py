@@ -67,37 +67,26 @@ def world_of(rank: int) -> World:
     )
 
 
-def _shared(rank: int, folder: str) -> str:
+def _shared(rank: int, folder: str) -> list[str]:
     transports.SHARED_FOLDER_SECONDS = 0.3
     (own := Path(folder) / f"rank{rank}").mkdir()
     os.chdir(own)  # a relative path is then another folder on each rank
-    check_shared(Path(folder) / "checkpoints", world_of(rank), "weights.folder")
-    try:
-        check_shared(Path("checkpoints"), world_of(rank), "weights.folder")
-    except ValueError as error:
-        return str(error)
-    return ""
+    said = []
+    for each in (Path(folder) / "checkpoints", Path("checkpoints"), Path(folder) / "file" / "inner"):
+        try:
+            check_shared(each, world_of(rank), "weights.folder")
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
-def test_a_folder_that_one_host_does_not_see_is_refused_on_every_rank(tmp_path: Path) -> None:
-    one, other = on_ranks(_shared, 2, tmp_path, str(tmp_path))
-    assert one == other and one.startswith("weights.folder must be a folder that all hosts share, got checkpoints")
-    assert "not there on host1." in one
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def _shared_file(rank: int, folder: str) -> str:
-    try:
-        check_shared(Path(folder) / "file" / "inner", world_of(rank), "weights.folder")
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_folder_that_one_host_does_not_see_or_that_cannot_be_made_is_refused_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    one, other = on_ranks(_shared_file, 2, tmp_path, str(tmp_path))
-    assert one == other and one.endswith("/file/inner: Not a directory.")
+    one, other = on_ranks(_shared, 2, tmp_path, str(tmp_path))
+    unseen, not_made = one
+    assert one == other and unseen.startswith("weights.folder must be a folder that all hosts share, got checkpoints")
+    assert "not there on host1." in unseen and not_made.endswith("/file/inner: Not a directory.")
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_a_transport_has_a_name_and_auto_is_none() -> None:

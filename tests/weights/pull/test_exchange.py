@@ -1,12 +1,10 @@
 """What other islands own arrives in each island once, where its schedulers find it, in batches of a bounded size."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +29,6 @@ from harness.weights.pull.exchange import (
 from harness.weights.regions import Region, cut_by_rows, regions
 from harness.weights.tensor_view import TensorView
 from tests.cluster.gloo import on_ranks
-from tests.weights.pull.exchange_bytes import least_bytes, received_bytes, sent_bytes
 
 Slice = tuple[str, np.ndarray]
 """Live name, and the view of its whole tensor of element numbers that one copy of a loader reads."""
@@ -123,26 +120,22 @@ LIMITS = st.sampled_from([0, 16, 32, 48, 64, 96, 200, 1000, 10**6])
 
 @settings(max_examples=200, deadline=None)
 @given(models(), LIMITS)
-def test_each_need_arrives_once_in_its_island_and_nothing_else(model: Model, limit: int) -> None:
+def test_each_need_arrives_once_in_batches_as_large_as_the_limit_lets_them_whatever_the_order(
+    model: Model, limit: int
+) -> None:
     needs = model.needs()
-    arrived = Counter(
-        (model.islands[each.receiver], each.need)
-        for batch in plan_exchange(needs, model.islands, GROUPS, limit)
-        for each in batch.parcels
-    )
+    batches = plan_exchange(needs, model.islands, GROUPS, limit)
+    arrived = Counter((model.islands[each.receiver], each.need) for batch in batches for each in batch.parcels)
     assert arrived == {(model.islands[rank], need): 1 for rank, each in needs.items() for need in each}
-
-
-@settings(max_examples=200, deadline=None)
-@given(models(), LIMITS)
-def test_batches_cover_the_groups_in_order_and_are_as_large_as_the_limit_lets_them(model: Model, limit: int) -> None:
-    batches = plan_exchange(model.needs(), model.islands, GROUPS, limit)
+    mixed = {rank: needs[rank][::-1] for rank in reversed(needs)}
+    assert batches == plan_exchange(mixed, dict(reversed(model.islands.items())), GROUPS, limit)
     assert batches[0].start == 0 and batches[-1].stop == GROUPS
     assert all(each.stop == after.start for each, after in pairwise(batches))
     for batch in batches:
         assert {each.need.group for each in batch.parcels} <= set(range(batch.start, batch.stop))
         for parcels in by_receiver(batch).values():
             assert bytes_of(parcels) <= limit or len({each.need.group for each in parcels}) == 1
+        check_places(batch)
     for batch, after in pairwise(batches):  # the next group does not fit in
         joining = {receiver: [each for each in parcels if each.need.group == after.start]
                    for receiver, parcels in by_receiver(after).items()}  # fmt: skip
@@ -168,44 +161,20 @@ def bytes_of(parcels: list[Parcel]) -> int:
     return sum(-(-nbytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for nbytes in of_owner.values())
 
 
-@settings(max_examples=200, deadline=None)
-@given(models(), LIMITS)
-def test_parcels_do_not_overlap_and_those_of_one_owner_are_one_message(model: Model, limit: int) -> None:
-    for batch in plan_exchange(model.needs(), model.islands, GROUPS, limit):
-        ends: dict[tuple[int, int], int] = {}
-        taken: set[tuple[int, int]] = set()
-        for each in batch.parcels:
-            bytes_of_it = {(each.receiver, each.offset_bytes + byte) for byte in range(each.need.nbytes)}
-            assert len(bytes_of_it) == each.need.nbytes > 0 and not bytes_of_it & taken
-            taken |= bytes_of_it
-            assert each.offset_bytes % each.need.elements.dtype.itemsize == 0
-            sender = each.receiver, each.need.owner
-            assert each.offset_bytes == ends.get(sender, -(-each.offset_bytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT)
-            ends[sender] = each.offset_bytes + each.need.nbytes
-            if each.need.nbytes % SEGMENT_ALIGNMENT == 0:
-                assert each.offset_bytes % SEGMENT_ALIGNMENT == 0
-
-
-@settings(max_examples=200, deadline=None)
-@given(models(), LIMITS)
-def test_bytes_are_those_of_the_elements_that_an_island_reads_and_does_not_own(model: Model, limit: int) -> None:
-    needs = model.needs()
-    batches = plan_exchange(needs, model.islands, GROUPS, limit)
-    received, least = received_bytes(batches, model.islands), least_bytes(needs, model.islands)
-    assert sum(received.values()) == sum(sent_bytes(batches).values())
-    for island in set(model.islands.values()):
-        schedulers = [slices for rank, slices in model.slices.items() if model.islands[rank] == island]
-        elements = model.foreign(island, [each for slices in schedulers for each in slices])
-        assert least[island] == sum(model.dtypes[name].itemsize for name, _ in elements)
-        all_reads = sum(count * model.dtypes[name].itemsize for (name, _), count in elements.items())
-        assert least[island] <= received[island] <= all_reads
-    for owner, nbytes in sent_bytes(batches).items():
-        assert nbytes == sum(
-            need.nbytes
-            for island in set(model.islands.values())
-            for need in {need for rank, each in needs.items() if model.islands[rank] == island for need in each}
-            if need.owner == owner
-        )
+def check_places(batch: PullBatch) -> None:
+    """Parcels do not overlap, and those of one owner are one message."""
+    ends: dict[tuple[int, int], int] = {}
+    taken: set[tuple[int, int]] = set()
+    for each in batch.parcels:
+        bytes_of_it = {(each.receiver, each.offset_bytes + byte) for byte in range(each.need.nbytes)}
+        assert len(bytes_of_it) == each.need.nbytes > 0 and not bytes_of_it & taken
+        taken |= bytes_of_it
+        assert each.offset_bytes % each.need.elements.dtype.itemsize == 0
+        sender = each.receiver, each.need.owner
+        assert each.offset_bytes == ends.get(sender, -(-each.offset_bytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT)
+        ends[sender] = each.offset_bytes + each.need.nbytes
+        if each.need.nbytes % SEGMENT_ALIGNMENT == 0:
+            assert each.offset_bytes % SEGMENT_ALIGNMENT == 0
 
 
 @settings(max_examples=100, deadline=None)
@@ -243,18 +212,6 @@ def box(flat: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 @settings(max_examples=100, deadline=None)
-@given(models(), LIMITS, st.randoms())
-def test_the_plan_is_the_same_whatever_the_order_of_the_needs(model: Model, limit: int, random: Any) -> None:
-    def shuffled(mapping: Mapping[int, Any]) -> dict[int, Any]:
-        return dict(random.sample(list(mapping.items()), len(mapping)))
-
-    needs = model.needs()
-    mixed = {rank: random.sample(each, len(each)) for rank, each in shuffled(needs).items()}
-    plan = plan_exchange(needs, model.islands, GROUPS, limit)
-    assert plan == plan_exchange(mixed, shuffled(model.islands), GROUPS, limit)
-
-
-@settings(max_examples=100, deadline=None)
 @given(models())
 def test_the_ranks_of_an_island_receive_the_same_to_within_one_need(model: Model) -> None:
     (batch,) = plan_exchange(model.needs(), model.islands, GROUPS, 10**9)
@@ -267,8 +224,8 @@ def test_the_ranks_of_an_island_receive_the_same_to_within_one_need(model: Model
         assert max(of_ranks) - min(of_ranks) <= max(parcels, default=0)
 
 
-def need_of(owner: int, axes: tuple[tuple[int, int], ...] = ((8, 1),), group: int = 0) -> Need:
-    return need(owner, "live", group, 0, axes, torch.float32)
+def need_of(owner: int) -> Need:
+    return need(owner, "live", 0, 0, ((8, 1),), torch.float32)
 
 
 def need(owner: int, name: str, group: int, offset: int, axes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Need:
@@ -276,17 +233,11 @@ def need(owner: int, name: str, group: int, offset: int, axes: tuple[tuple[int, 
     return Need(owner, group, TensorView(name="", of=name, dtype=dtype, shape=shape, stride=stride, offset=offset))
 
 
-def test_without_needs_one_batch_has_all_groups() -> None:
+def test_without_needs_one_batch_has_all_groups_and_wrong_islands_are_refused() -> None:
     assert plan_exchange({}, {0: 0, 1: 1}, 7, 0) == (PullBatch(0, 7, ()),)
     assert staging_bytes([PullBatch(0, 7, ())]) == 0
-
-
-def test_an_owner_of_the_same_island_never_sends() -> None:
     with pytest.raises(ValueError, match="can open rank 1"):
         plan_exchange({0: [need_of(1)]}, {0: 0, 1: 0}, 1, 100)
-
-
-def test_a_rank_without_an_island_is_refused() -> None:
     with pytest.raises(ValueError, match=r"none for \[2\]"):
         plan_exchange({2: [need_of(0)]}, {0: 0, 1: 1}, 1, 100)
 
@@ -352,6 +303,7 @@ def test_real_ranks_receive_exactly_what_the_plan_says(tmp_path: Path) -> None:
         model = exchanged(islands)
         batches = plan_exchange(model.needs(), islands, len(EXCHANGED), LIMIT)
         assert len(batches) > 1 and staging_bytes(batches) > LIMIT
-        planned = sent_bytes(batches)
+        planned: Counter[int] = Counter()
+        for each in (parcel for batch in batches for parcel in batch.parcels):
+            planned[each.need.owner] += each.need.nbytes
         assert list(of_ranks) == [(planned[rank], []) for rank in range(4)]
-        assert received_bytes(batches, islands) == least_bytes(model.needs(), islands)

@@ -25,7 +25,7 @@ def missing(found: LoadCoverage) -> dict[str, tuple[int, int]]:
     return {name: (count, size) for name, (count, size) in found.missing.items() if count}
 
 
-def test_all_that_the_model_wants_is_covered() -> None:
+def test_all_that_the_model_wants_is_covered_and_a_copy_says_what_it_reads_and_where_it_writes() -> None:
     found = traced(layout_of(SHAPES))
     assert found.filled == {
         **{name: [name] for name in ("embed", "kv_b", "down", "gate", "scale")},
@@ -33,14 +33,13 @@ def test_all_that_the_model_wants_is_covered() -> None:
         "q_and_kv_a": ["q_a", "kv_a"],
     }
     assert (found.unknown, found.errors, found.opaque, missing(found)) == ([], {}, [], {})
-
-
-def test_a_copy_says_what_it_reads_and_where_it_writes() -> None:
-    copies = {copy.source.name: copy for copies in traced(layout_of(SHAPES)).copies for copy in copies}
+    copies = {copy.source.name: copy for copies in found.copies for copy in copies}
     assert copies.keys() == SHAPES.keys()
     assert (copies["gate"].source.dtype, copies["gate"].held) == (torch.float32, torch.bfloat16)
     assert (copies["down"].source.shape, copies["down"].source.stride) == ((6, 4), (1, 6)), "the model transposes it"
     assert copies["v"].into == "qkv"
+    half = traced(layout_of([name for name in SHAPES if name != "kv_a"]))  # of what fuses
+    assert (half.unknown, missing(half)) == (["q_a"], {"q_and_kv_a": (20, 20)})
 
 
 def test_unknown_unfilled_and_refused_tensors_are_named() -> None:
@@ -53,11 +52,6 @@ def test_unknown_unfilled_and_refused_tensors_are_named() -> None:
     assert found.errors.keys() == {("gate",), ("k",)}
     assert found.errors["gate",] == "AssertionError: shapes differ" and "size" in found.errors["k",]
     assert found.unknown == []
-
-
-def test_half_of_what_fuses_arrives_nowhere() -> None:
-    found = traced(layout_of([name for name in SHAPES if name != "kv_a"]))
-    assert (found.unknown, missing(found)) == (["q_a"], {"q_and_kv_a": (20, 20)})
 
 
 def test_an_error_that_tensors_raise_together_blames_these() -> None:
@@ -135,11 +129,3 @@ def test_a_loader_that_removes_what_its_next_load_needs_can_load_once() -> None:
     assert found.only_once.startswith("it removes kv_b, and the next load raises AttributeError:")
     assert found.errors == {} and hasattr(model, "kv_b"), "the check put it back"
     assert traced(layout_of(SHAPES), Removing(needed_again=False)).only_once == ""
-
-
-def test_what_is_computed_with_is_opaque() -> None:
-    class Doubling(Toy):
-        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            super().load_weights((name, loaded * 2 if name == "scale" else loaded) for name, loaded in weights)
-
-    assert traced(layout_of(SHAPES), Doubling()).opaque == ["scale"]

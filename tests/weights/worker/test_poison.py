@@ -73,34 +73,30 @@ def test_only_what_a_sync_fills_is_overwritten_and_a_right_sync_leaves_no_trace(
     sync, healthy = sync_of(model), sync_of(other)
     sync.update_engine()
     healthy.update_engine()
-    before = {name: each.clone() for name, each in model.values().items()}
+    before, not_filled = {name: each.clone() for name, each in model.values().items()}, sync.loader.other_tensors()
     assert sync.loader.poison(1)[0].left == ()
     for name, each in model.values().items():
         untouched = name in ("spare", "order", "rotary")
         assert torch.equal(each, before[name]) == untouched, name
         assert untouched or each.eq(poison_value(1)).all(), name
+    assert sync.loader.other_tensors() == not_filled and len(not_filled[0]) == 1
     sync.update_engine()
     assert same(model, other)
+    model.rotary.mul_(1.001)
+    assert sync.loader.other_tensors() != not_filled
+    indexed = sync_of(Serving(), order=torch.tensor([2, 0, 1, 3]))
+    indexed.update_engine()
+    assert indexed.loader.poison(0)[0].left == ("order",), "an index stays as it is"
+    assert indexed.model.order.tolist() == [2, 0, 1, 3]
 
 
-def test_an_index_stays_as_it_is_and_is_named() -> None:
-    model = Serving()
-    sync = sync_of(model, order=torch.tensor([2, 0, 1, 3]))
-    sync.update_engine()
-    assert sync.loader.poison(0)[0].left == ("order",)
-    assert model.order.tolist() == [2, 0, 1, 3]
-
-
-def test_8_bit_floats_become_other_finite_numbers() -> None:
+def test_poisons_of_syncs_that_follow_each_other_differ_and_are_finite_in_every_dtype() -> None:
     dtypes = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.uint8]
     for dtype in dtypes:
         held = torch.ones(4, dtype=torch.float32).to(dtype)
         for number in range(VALUES):
             held.view(torch.uint8).fill_(0x20 + number)
             assert held.float().isfinite().all() and held.float().ne(0).all(), dtype
-
-
-def test_poisons_of_syncs_that_follow_each_other_differ_in_every_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         values = [torch.tensor(poison_value(number)).to(dtype) for number in range(VALUES + 1)]
         assert all(one != other for one, other in pairwise(values))
@@ -121,13 +117,3 @@ def test_a_parameter_that_gets_memory_of_its_own_later_is_named() -> None:
     assert found(sync) == set()
     sync.model.head.weight = nn.Parameter(sync.model.embed.data.clone(), requires_grad=False)
     assert {each.partition(":")[0] for each in found(sync)} == {"head.weight"}
-
-
-def test_what_no_sync_fills_is_told_apart() -> None:
-    sync = sync_of(Serving())
-    sync.update_engine()
-    before = sync.loader.other_tensors()
-    sync.loader.poison(0)
-    assert sync.loader.other_tensors() == before and len(before[0]) == 1
-    sync.model.rotary.mul_(1.001)
-    assert sync.loader.other_tensors() != before
