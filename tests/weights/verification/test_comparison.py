@@ -1,7 +1,9 @@
-"""Fingerprints of what an engine holds against the trainer's; the engine is a small model in this process."""
+"""What an engine holds against the trainer's weights, by fingerprint and read back; the engine is a small model in
+this process."""
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.trainer.offload import local
+from harness.weights.gather import full_tensor
 from harness.weights.loader import EngineLoader
 from harness.weights.traced import model_state as fingerprint
 from harness.weights.traced.model_state import BASE, INTEGER, weighted_sum
@@ -70,9 +73,8 @@ class Widening(Toy):
         self.gate.data = self.gate.data.float()
 
 
-def sync_of(model: Toy | None = None) -> ToySync:
-    values = sent(3)
-    return sync_to(model or Widening(), live_of(values), layout_of(SHAPES))
+def sync_of(model: Toy | None = None, **more: Any) -> ToySync:
+    return sync_to(model or Widening(), live_of(sent(3)), layout_of(SHAPES), **more)
 
 
 def compare(sync: ToySync) -> FingerprintComparison:
@@ -81,12 +83,52 @@ def compare(sync: ToySync) -> FingerprintComparison:
 
 def test_what_arrived_is_equal_and_a_sync_that_does_nothing_is_caught() -> None:
     sync = sync_of()
+    assert {sentence.split(":")[0] for sentence in sync.differences()} >= SHAPES.keys(), "before the first sync"
     sync.update_engine()
     count = len(SHAPES)
     assert compare(sync) == FingerprintComparison(tensors=count, left=(), compared=count, wrong=())
     for tensor in sync.tensors.values():
         tensor.mul_(1.001)
     assert set(compare(sync).wrong) == SHAPES.keys()
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 1 << 20], ids=["many buckets", "one bucket"])
+def test_what_arrived_by_name_does_not_differ_however_often(limit_bytes: int) -> None:
+    sync = sync_of(Toy(), limit_bytes=limit_bytes, pull=False)
+    assert (len(sync.weights.buckets) > 1) == (limit_bytes == 1)
+    for _ in range(4):
+        for tensor in sync.tensors.values():
+            tensor.mul_(1.25)
+        sync.update_engine()
+        assert sync.differences() == []
+
+
+def test_what_the_engine_never_reads_is_named() -> None:
+    names = [*SHAPES, "unheard_of"]
+    live = live_of(sent(3) | {"unheard_of": torch.ones(2)})
+    sync = sync_to(Toy(), live, layout_of(names), pull=False)
+    sync.update_engine()
+    assert sync.differences() == ["unheard_of: the engine holds nothing of it"]
+
+
+def test_what_is_wrong_is_named_with_its_tensor_and_counted_by_bits() -> None:
+    sync = sync_of(Toy())
+    model = sync.model
+    sync.tensors[live_name("q")][0, 0], sync.tensors[live_name("q")][0, 1] = float("nan"), 0.0
+    sync.update_engine()
+    assert not torch.equal(model.gate.float(), full_tensor(sync.tensors[live_name("gate")])), "the engine rounds it"
+    assert sync.differences() == [], "one NaN is itself, and what is rounded is compared rounded"
+    model.embed.data[6, 1] = 0.5  # a loader makes the rest of a padded tensor zero, and the engine computes with it
+    assert compare(sync).wrong == ("the padding of embed",)
+    k, v = model.qkv.data[4:6].clone(), model.qkv.data[6:8].clone()
+    model.qkv.data[4:6], model.qkv.data[6:8] = v, k
+    assert compare(sync).wrong == ("k", "v", "the padding of embed")
+    model.down.view(torch.int32)[2, 3] ^= 1
+    model.gate.view(torch.int16)[0, 0] ^= 1
+    model.qkv.data[0, 1] = -0.0
+    counts = {"q": "1 of 16", "k": "8 of 8", "v": "8 of 8", "down": "1 of 24", "gate": "1 of 12"}
+    counts["the padding of embed"] = "1 of 12"
+    assert sorted(sync.differences()) == sorted(f"{name}: {count} elements on rank 0" for name, count in counts.items())
 
 
 def test_one_stale_element_names_its_tensor_alone() -> None:
@@ -111,28 +153,44 @@ def test_ranks_that_hold_the_same_elements_must_hold_the_same_values(monkeypatch
     assert "down" in compare(sync).wrong
 
 
-def test_garbage_in_padding_and_two_that_were_swapped_are_caught() -> None:
-    """A loader makes the rest of a padded tensor zero, and the engine computes with it."""
-    sync = sync_of()
-    sync.update_engine()
-    sync.model.embed.data[6, 1] = 0.5
-    assert compare(sync).wrong == ("the padding of embed",)
-    assert sync.differences() == ["the padding of embed: 1 of 12 elements on rank 0"]
-    sync.update_engine()
-    qkv = sync.model.qkv.data
-    qkv[4:6], qkv[6:8] = qkv[6:8].clone(), qkv[4:6].clone()
-    assert compare(sync).wrong == ("k", "v")
-
-
-def test_what_the_engine_narrows_or_computes_is_not_said_to_be_equal() -> None:
+def test_what_the_engine_narrows_or_computes_is_not_said_to_be_equal_and_is_loaded_again() -> None:
     class Doubling(Toy):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             super().load_weights((name, loaded * 2 if name == "scale" else loaded) for name, loaded in weights)
 
-    sync = sync_of(Doubling())  # it holds gate in bfloat16, too
+    sync = sync_of(Doubling(), pull=False)  # it holds gate in bfloat16, too
     sync.update_engine()
     found = compare(sync)
     assert (found.tensors, found.compared, found.wrong) == (len(SHAPES), len(SHAPES) - 2, ())
+    assert sync.differences() == []
+    assert sync.loader.opaque == {"scale"}
+    sync.model.scale[1] += 1
+    sync.model.w_kc = torch.zeros(2, 6)
+    said = ["scale", "w_kc"], ["1 of 4", "12 of 12"]
+    for _ in range(2):  # a check that made it right would not name it twice
+        assert sorted(sync.differences()) == [
+            f"{name}, which the engine computes as it loads: {count} elements on rank 0"
+            for name, count in zip(*said, strict=True)
+        ]
+
+
+def test_a_part_of_joined_halves_is_compared_by_loading_it_again() -> None:
+    class Cutting(Toy):
+        """Joins the halves first and takes all but the first row afterwards."""
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            pairs = dict(weights)
+            if pairs.keys() >= {"q_a", "kv_a"}:
+                self.q_and_kv_a.data[1:].copy_(torch.cat([pairs.pop("q_a"), pairs.pop("kv_a")]).narrow(0, 1, 4))
+            super().load_weights(pairs.items())
+
+    sync = sync_of(Cutting(), pull=False)
+    sync.update_engine()
+    assert sync.differences() == []
+    assert sync.loader.opaque == {"kv_a", "q_a"}
+    assert torch.equal(sync.model.q_and_kv_a.data[1:3], full_tensor(sync.tensors[live_name("q_a")])[1:])
+    sync.model.q_and_kv_a.data[3] *= 2
+    assert sync.differences() == ["q_and_kv_a, which the engine computes as it loads: 4 of 20 elements on rank 0"]
 
 
 def test_a_tensor_put_in_a_parameter_s_place_after_the_plan_is_compared_itself() -> None:
@@ -144,3 +202,4 @@ def test_a_tensor_put_in_a_parameter_s_place_after_the_plan_is_compared_itself()
     assert compare(sync).wrong == () and sync.engine.asked.count("cover") == 2
     sync.model.down.data = torch.zeros_like(sync.model.down.data)
     assert compare(sync).wrong == ("down",)
+    assert sync.differences() == ["down: 24 of 24 elements on rank 0"]
