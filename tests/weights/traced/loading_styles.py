@@ -65,12 +65,21 @@ def memory_of(sent: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
 # Loaders, as SGLang writes them.
 
 
-def plain(s: Sizes) -> Case:
+def each(copy: Callable[[torch.Tensor, torch.Tensor], object]) -> Loader:
+    """A loader that does this with the model's tensor and what was sent under its name."""
+
     def load(model: Model, weights: Weights) -> None:
         for name, loaded in weights:
-            model.held[name].data.copy_(loaded)
+            copy(model.held[name], loaded)
 
-    model = s.model(load, a=(s.rows, s.columns), b=(s.rows,))
+    return load
+
+
+whole = each(lambda held, loaded: held.data.copy_(loaded))
+
+
+def plain(s: Sizes) -> Case:
+    model = s.model(whole, a=(s.rows, s.columns), b=(s.rows,))
     return Case(model, {"a": s.random(s.rows, s.columns), "b": s.random(s.rows)})
 
 
@@ -130,20 +139,14 @@ def halves(axis: int, then_narrow: bool = False) -> Callable[[Sizes], Case]:
 
 def transposed(keep: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Sizes], Case]:
     def case(s: Sizes) -> Case:
-        def load(model: Model, weights: Weights) -> None:
-            for name, loaded in weights:
-                model.held[name].data.copy_(keep(loaded.T))
-
+        load = each(lambda held, loaded: held.data.copy_(keep(loaded.T)))
         return Case(s.model(load, a=(s.columns, s.rows)), {"a": s.random(s.rows, s.columns)})
 
     return case
 
 
 def transposed_then_flat(s: Sizes) -> Case:
-    def load(model: Model, weights: Weights) -> None:
-        for name, loaded in weights:
-            model.held[name].data.copy_(loaded.T.contiguous().view(-1)[1:])
-
+    load = each(lambda held, loaded: held.data.copy_(loaded.T.contiguous().view(-1)[1:]))
     rows, columns = s.rows + 1, s.columns + 1
     return Case(s.model(load, a=(rows * columns - 1,)), {"a": s.random(rows, columns)}, False, False)
 
@@ -203,12 +206,7 @@ def padded(s: Sizes) -> Case:
 
 def filled_first(s: Sizes) -> Case:
     """All of a parameter is set before a part of it is loaded."""
-
-    def load(model: Model, weights: Weights) -> None:
-        for name, loaded in weights:
-            model.held[name].zero_()
-            model.held[name][1:].copy_(loaded)
-
+    load = each(lambda held, loaded: held.zero_()[1:].copy_(loaded))
     return Case(s.model(load, a=(s.rows + 1, s.columns)), {"a": s.random(s.rows, s.columns)})
 
 
@@ -221,11 +219,7 @@ def set_items(s: Sizes) -> Case:
 
 
 def one_scale_for_all(s: Sizes) -> Case:
-    def load(model: Model, weights: Weights) -> None:
-        for name, loaded in weights:
-            model.held[name].data.copy_(loaded)
-
-    return Case(s.model(load, a=(s.rows + 1,)), {"a": s.random(1)})
+    return Case(s.model(whole, a=(s.rows + 1,)), {"a": s.random(1)})
 
 
 STYLES = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness.weights.tensor_view import TensorView
 from harness.weights.traced.loader_trace import GroupTrace, overlap, trace_loader
 from harness.weights.traced.undo import UndoneWrites, storage
-from tests.weights.traced.loading_styles import STYLES, Loader, Model, Sizes, Weights, memory_of, sizes
+from tests.weights.traced.loading_styles import STYLES, Loader, Model, Sizes, Weights, each, memory_of, sizes
 
 
 def same(one: Model, other: Model) -> bool:
@@ -57,16 +57,6 @@ def test_tracing_changes_nothing_and_the_copies_are_the_load(style: str, s: Size
     replay(traced, memory)
     assert same(traced_model, loaded)
     assert not same(loaded, case.model)
-
-
-def each(copy: Callable[[torch.Tensor, torch.Tensor], object]) -> Loader:
-    """A loader that does this with the model's tensor and what was sent under its name."""
-
-    def load(model: Model, weights: Weights) -> None:
-        for name, loaded in weights:
-            copy(model.held[name], loaded)
-
-    return load
 
 
 def only(name: str, load: Loader) -> tuple[Model, GroupTrace]:
