@@ -58,15 +58,15 @@ def test_each_element_is_filled_once_from_its_place(drawn: tuple[np.ndarray, np.
     assert (filled == source).all()
 
 
-def test_a_shard_of_rows_that_one_rank_holds_is_one_run() -> None:
+def test_regions_are_as_few_and_as_long_as_can_be() -> None:
     (only,) = regions(0, (4, 8), (8, 1), (8, 1), cut_by_rows(RowShards(16, 8, 4), range(4)))
     assert only.axes == ((32, 1, 1),) and (only.owner, only.source, only.target) == (0, 0, 0)
-
-
-def test_columns_stay_one_box_a_rank() -> None:
-    found = list(regions(2, (6, 2), (8, 1), (2, 1), cut_by_rows(RowShards(6, 8, 3), range(3))))
-    assert [(each.owner, each.source, each.target) for each in found] == [(0, 2, 0), (1, 2, 4), (2, 2, 8)]
-    assert {each.axes for each in found} == {((2, 8, 2), (2, 1, 1))}
+    columns = list(regions(2, (6, 2), (8, 1), (2, 1), cut_by_rows(RowShards(6, 8, 3), range(3))))
+    assert [(each.owner, each.source, each.target) for each in columns] == [(0, 2, 0), (1, 2, 4), (2, 2, 8)]
+    assert {each.axes for each in columns} == {((2, 8, 2), (2, 1, 1))}, "one box for each rank"
+    ranks = 2 * sys.getrecursionlimit()  # a tensor may have more cuts than Python has stack
+    found = regions(0, (ranks, 8), (16, 1), (8, 1), cut_by_rows(RowShards(ranks, 16, ranks), range(ranks)))
+    assert [each.owner for each in found] == list(range(ranks))
 
 
 def test_cuts_name_the_owners_of_rows_and_leave_out_ranks_without_any() -> None:
@@ -77,9 +77,3 @@ def test_cuts_name_the_owners_of_rows_and_leave_out_ranks_without_any() -> None:
 def test_an_element_behind_the_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="element 12"):
         list(regions(0, (13,), (1,), (1,), cut_by_rows(RowShards(6, 2, 2), range(2))))
-
-
-def test_a_tensor_may_have_more_cuts_than_python_has_stack() -> None:
-    ranks = 2 * sys.getrecursionlimit()
-    found = list(regions(0, (ranks, 8), (16, 1), (8, 1), cut_by_rows(RowShards(ranks, 16, ranks), range(ranks))))
-    assert [each.owner for each in found] == list(range(ranks))
