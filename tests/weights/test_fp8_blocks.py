@@ -26,7 +26,8 @@ from harness.weights.tensor_view import TensorView
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.verification.comparison import compare_fingerprints
 from tests.cluster.gloo import on_ranks
-from tests.weights.toy_model import Given, RankEngine, view_of
+from tests.weights.fp8_on_two_ranks import WithoutOne
+from tests.weights.toy_model import Given, Holder, RankEngine, view_of
 
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
 EXPERTS = "model.layers.1.mlp.experts"
@@ -139,10 +140,7 @@ def test_a_matrix_is_quantized_block_by_block(shape: tuple[int, int]) -> None:
     right_weight, right_scales = reference(matrix)
     assert same_bits(weight, right_weight) and same_bits(scales, right_scales)
     assert weight.float().abs().max() == 448  # the largest value of a block is the largest of e4m3
-
-
-def test_zeros_stay_zeros_and_have_a_scale() -> None:
-    weight, scales = quantize(torch.zeros(130, 3), torch.bfloat16)
+    weight, scales = quantize(torch.zeros(shape), torch.bfloat16)
     assert not weight.float().any() and (scales > 0).all()
 
 
@@ -152,6 +150,7 @@ def _converted(rank: int) -> list[str]:
     converter = Fp8BlockConverter(Given(values, layout()))
     sent = converter.tensors()
     check_complete(converter.layout(), sent)
+    check_scales(rank, sent)
     where = [_part(tensor).data_ptr() for tensor in sent.values()]
     for tensor in values.values():
         tensor.mul_(2)
@@ -169,6 +168,15 @@ def _converted(rank: int) -> list[str]:
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_scales(rank: int, sent: Mapping[str, torch.Tensor]) -> None:
+    """Each rank holds the scales of a matrix that is cut by rows whole, and those of its own experts; without
+    padding."""
+    whole, of_experts = (sent[scale_name(each)] for each in (f"{ATTENTION}.q_proj.weight", f"{EXPERTS}.gate_up_proj"))
+    assert tuple(full_tensor(whole).shape) == (6,) and tuple(full_tensor(of_experts).shape) == (3, 8)
+    if dist.get_world_size() == 2:
+        assert len(own_rows(of_experts)) == (2, 1)[rank]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -236,48 +244,11 @@ def test_tensors_that_cannot_be_cut_in_blocks_are_named(views: tuple[TensorView,
         Fp8BlockConverter(Given({"t": torch.zeros(4, 6)}, views))
 
 
-class Held(nn.Module):
-    """An engine's model that holds block-FP8: q_proj and o_proj, in the layout of the checkpoint."""
-
-    def __init__(self, names: Mapping[str, tuple[int, ...]]) -> None:
-        super().__init__()
-        for name, (rows, columns) in names.items():
-            weight = torch.zeros(rows, columns).to(E4M3)
-            self._add(name, weight)
-            self._add(scale_name(name), torch.zeros(-(-rows // 128), -(-columns // 128)))
-
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
-        module: nn.Module = self
-        *path, last = name.split(".")
-        for step in path:
-            if not hasattr(module, step):
-                module.add_module(step, nn.Module())
-            module = getattr(module, step)
-        module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
-
-    def load_weights(self, weights: Any) -> None:
-        for name, loaded in weights:
-            self.get_parameter(name).data.copy_(loaded)
-
-
-class Without(Fp8BlockConverter):
-    """A converter that forgets the scales of one matrix."""
-
-    def __init__(self, source: Any, name: str) -> None:
-        super().__init__(source)
-        self.name = scale_name(name)
-
-    def layout(self) -> tuple[TensorView, ...]:
-        return tuple(view for view in super().layout() if view.name != self.name)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in super().tensors().items() if name != self.name}
-
-
 def _faults(rank: int, transport: Any, folder: Path) -> dict[str, list[str]]:
     values = sharded({name: tensor for name, tensor in whole_values().items() if name in MATRICES})
     views = tuple(view for view in layout() if view.name in MATRICES)
-    held, model = Held(MATRICES), nn.Module()
+    quantized = {name: tensor for name, tensor in expected().items() if name.removesuffix("_scale_inv") in MATRICES}
+    held, model = Holder(quantized), nn.Module()
     engine: Any = RankEngine(held, (0, 1))
     sync = WeightSync(engine, SentModel(model, Fp8BlockConverter(Given(values, views))), transport=transport)
     found: dict[str, list[str]] = {}
@@ -296,7 +267,11 @@ def _faults(rank: int, transport: Any, folder: Path) -> dict[str, list[str]]:
     look("a scale")
     sync.save(folder, folder)
     sync.close()
-    forgetful = WeightSync(engine, SentModel(model, Without(Given(values, views), name)), transport=transport)
+    forgetful = WeightSync(
+        engine,
+        SentModel(model, WithoutOne(Fp8BlockConverter(Given(values, views)), scale_name(name))),
+        transport=transport,
+    )
     try:
         forgetful.update_engine()
     except WeightsRefused as refused:
@@ -333,17 +308,3 @@ def test_the_tiny_models_are_quantized_whole() -> None:
             in_layer = ".layers." in name and len(view.shape) == 2 and not name.endswith("_scale_inv")
             left = any(name.endswith(f"{each}.weight") for each in plain)
             assert (view.dtype == E4M3) == (scale_name(name) in views) == (in_layer and not left), name
-
-
-def test_full_tensors_of_scales_have_no_padding(tmp_path: Path) -> None:
-    """Each rank holds the scales of a matrix that is cut by rows whole, and those of its own experts."""
-    for shapes in on_ranks(_scale_shapes, 2, tmp_path):
-        assert shapes[scale_name(f"{ATTENTION}.q_proj.weight")] == (6,)
-        assert shapes[scale_name(f"{EXPERTS}.gate_up_proj")] == (3, 8)
-
-
-def _scale_shapes(rank: int) -> dict[str, tuple[int, ...]]:
-    converter = Fp8BlockConverter(Given(sharded(whole_values()), layout()))
-    sent = converter.tensors()
-    assert len(own_rows(sent[scale_name(f"{EXPERTS}.gate_up_proj")])) == (2, 1)[rank]
-    return {name: tuple(full_tensor(tensor).shape) for name, tensor in sent.items() if name.endswith("_scale_inv")}

@@ -252,94 +252,80 @@ def with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     )
 
 
-def nan_in_a(live: Live, rank: int) -> None:
-    if rank == 1:
-        local(live["a"])[1, 2] = float("nan")
-
-
-def infinity_in_both(live: Live, rank: int) -> None:
-    if rank == 0:
-        local(live["b"])[0, 0] = float("-inf")
-    live["plain"][0] = float("inf")
-
-
-def huge(live: Live, rank: int) -> None:
-    local(live["a"]).fill_(3.4e38)  # finite, though the sum is not
-
-
-def too_large_for_float16(live: Live, rank: int) -> None:
-    if rank == 1:
-        local(live["a"])[0, 0] = 65520.0  # which rounds to the number after 65504
-
-
 def check_finite_in_float16(live: Live) -> None:
     """Of "a" alone, as "plain" stays wider."""
     check_finite(live, [view_of("a", (1,), dtype=torch.float16), view_of("plain", (3,), dtype=torch.float32)])
 
 
-def missing(live: Live, rank: int) -> None:
-    if rank == 1:
-        live["a"] = with_rows(live["a"], 1)
-
-
-def absent(live: Live, rank: int) -> None:
-    if rank == 1:
-        del live["plain"]
-
-
-def only_on_the_second(live: Live, rank: int) -> None:
-    if rank == 1:
-        live["more"] = torch.ones(1)
-
-
-def other_shape(live: Live, rank: int) -> None:
-    if rank == 1:
-        live["plain"] = torch.ones(4)
-
-
-def other_dtype(live: Live, rank: int) -> None:
-    if rank == 1:
-        live["plain"] = torch.ones(3, dtype=torch.bfloat16)
-
-
-def on_meta(live: Live, rank: int) -> None:
-    if rank == 1:
-        live["plain"] = torch.ones(3, device="meta")
-
-
-CHECKS: tuple[tuple[Callable[[Live], None], Callable[[Live, int], None] | None, str], ...] = (
-    (check_shards, None, ""),
-    (check_finite, None, ""),
-    (check_finite, huge, ""),
-    (check_finite, nan_in_a, "1 tensor(s) hold a NaN or an infinity: a (rank 1); nothing was sent."),
+NAN, INFINITY = float("nan"), float("inf")
+TOO_LARGE = 65520.0
+"""In float16 it is rounded to the number after 65504."""
+NOT_FINITE = "tensor(s) hold a NaN or an infinity"
+CHECKS: tuple[tuple[Callable[[Live], None], dict[int, Callable[[Live], object]], str], ...] = (
+    (check_shards, {}, ""),
+    (check_finite, {}, ""),
+    (check_finite, {1: lambda live: local(live["a"]).fill_(3.4e38)}, ""),  # finite, though the sum is not
     (
         check_finite,
-        infinity_in_both,
-        "2 tensor(s) hold a NaN or an infinity: plain (rank 0), b (rank 0); nothing was sent.",
+        {1: lambda live: local(live["a"])[1, 2].fill_(NAN)},
+        f"1 {NOT_FINITE}: a (rank 1); nothing was sent.",
     ),
-    (check_finite, too_large_for_float16, ""),
-    (check_finite_in_float16, None, ""),
+    (
+        check_finite,
+        {
+            0: lambda live: (local(live["b"])[0, 0].fill_(-INFINITY), live["plain"][0].fill_(INFINITY)),
+            1: lambda live: live["plain"][0].fill_(INFINITY),
+        },
+        f"2 {NOT_FINITE}: plain (rank 0), b (rank 0); nothing was sent.",
+    ),
+    (check_finite, {1: lambda live: local(live["a"])[0, 0].fill_(TOO_LARGE)}, ""),
+    (check_finite_in_float16, {}, ""),
     (
         check_finite_in_float16,
-        too_large_for_float16,
-        "1 tensor(s) hold a NaN or an infinity, as they are sent in float16 (up to 65504): a (rank 1); nothing was sent.",
+        {1: lambda live: local(live["a"])[0, 0].fill_(TOO_LARGE)},
+        f"1 {NOT_FINITE}, as they are sent in float16 (up to 65504): a (rank 1); nothing was sent.",
     ),
-    (check_shards, missing, "a: rank 1 holds 1 of the 2 rows of its shard"),
-    (check_shards, absent, "plain: rank 1 has none, but every rank must hold its shard."),
-    (check_shards, only_on_the_second, "more: rank 0 has none, but every rank must hold its shard."),
-    (check_shards, other_shape, "plain: ((4,), 'torch.float32') on rank 1 but ((3,), 'torch.float32') on rank 0."),
-    (check_shards, other_dtype, "plain: ((3,), 'torch.bfloat16') on rank 1 but ((3,), 'torch.float32') on rank 0."),
-    (check_shards, on_meta, "plain: rank 1 has it on the meta device, without values"),
+    (
+        check_shards,
+        {1: lambda live: live.update(a=with_rows(live["a"], 1))},
+        "a: rank 1 holds 1 of the 2 rows of its shard",
+    ),
+    (
+        check_shards,
+        {1: lambda live: live.pop("plain")},
+        "plain: rank 1 has none, but every rank must hold its shard.",
+    ),
+    (
+        check_shards,
+        {1: lambda live: live.update(more=torch.ones(1))},
+        "more: rank 0 has none, but every rank must hold its shard.",
+    ),
+    (
+        check_shards,
+        {1: lambda live: live.update(plain=torch.ones(4))},
+        "plain: ((4,), 'torch.float32') on rank 1 but ((3,), 'torch.float32') on rank 0.",
+    ),
+    (
+        check_shards,
+        {1: lambda live: live.update(plain=torch.ones(3, dtype=torch.bfloat16))},
+        "plain: ((3,), 'torch.bfloat16') on rank 1 but ((3,), 'torch.float32') on rank 0.",
+    ),
+    (
+        check_shards,
+        {1: lambda live: live.update(plain=torch.ones(3, device="meta"))},
+        "plain: rank 1 has it on the meta device, without values",
+    ),
 )
+"""A check, what is spoilt on which rank, and what every rank says."""
 
 
 def _say(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (RANKS,))
     words = []
-    for check, spoil, _ in CHECKS:
+    for check, spoilt, _ in CHECKS:
         live = sound(mesh)
-        if spoil:
-            spoil(live, rank)
+        if rank in spoilt:
+            spoilt[rank](live)
         try:
             check(live)
             words.append("")

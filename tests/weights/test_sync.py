@@ -1,7 +1,5 @@
 """A WeightSync from a small model to engines in this process: what is sent, saved, and refused."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +14,22 @@ from harness.weights.presync_checks import WeightsRefused
 from harness.weights.sent_model import SentModel
 from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import TensorView
-from tests.weights.toy_model import InProcessEngine
+from tests.weights.toy_model import Holder, InProcessEngine
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-class Notes:
+class Notes(InProcessEngine):
     """An engine that keeps what it was sent, and cannot be asked what it holds."""
 
     can_ask = False
 
     def __init__(self) -> None:
+        super().__init__(None)
         self.calls: list[tuple[dict[str, torch.Tensor], bool]] = []
-        self.sessions = 0
 
-    @contextmanager
-    def weight_update(self) -> Iterator[None]:
-        self.sessions += 1
-        yield
-
-    def update_weights_from_tensor(
-        self, tensors: list[tuple[str, torch.Tensor]], load_format: str | None = None, flush_cache: bool = True
-    ) -> None:
-        self.calls.append(({name: tensor.clone() for name, tensor in tensors}, flush_cache))
-
-
-class Holder(torch.nn.Module):
-    """An engine's model that holds each tensor under its checkpoint name, and ignores names that it does not know."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            empty = torch.nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
-            self.register_parameter(name.replace(".", "/"), empty)
-
-    def load_weights(self, weights: Any) -> None:
-        held = dict(self.named_parameters())
-        for name, loaded in weights:
-            if name.replace(".", "/") in held:
-                held[name.replace(".", "/")].data.copy_(loaded)
-
-    def holds(self, name: str) -> torch.Tensor:
-        return self.get_parameter(name.replace(".", "/"))
+    def update_weights_from_tensor(self, named: Any, load_format: str | None = None, flush_cache: bool = True) -> None:
+        self.calls.append(({name: tensor.clone() for name, tensor in named}, flush_cache))
 
 
 def make(model: torch.nn.Module, **changes: Any) -> tuple[WeightSync, Notes]:
@@ -152,7 +124,7 @@ def test_a_pull_keeps_the_trainers_memory_open_unless_it_is_offloaded_between_sy
                 parameter.add_(each)
         sync.update_engine()
         for name, tensor in model.state_dict().items():
-            assert torch.equal(held.holds(name), tensor), name
+            assert torch.equal(held.get_parameter(name), tensor), name
     opened = ["plan", "prepare"]
     again = ["release", *opened, "pull", "release"] if offloaded else ["pull"]
     assert engine.asked == ["cover", *opened, "pull", *again]

@@ -103,6 +103,27 @@ def view_of(
     return TensorView(name=name, of=of or name, dtype=dtype, shape=shape, stride=stride, offset=offset)
 
 
+class Holder(nn.Module):
+    """An engine's model that holds each tensor under its checkpoint name, and ignores names that it does not know."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            module: nn.Module = self
+            *path, last = name.split(".")
+            for step in path:
+                if not hasattr(module, step):
+                    module.add_module(step, nn.Module())
+                module = getattr(module, step)
+            module.register_parameter(last, nn.Parameter(torch.zeros_like(tensor), requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        held = dict(self.named_parameters())
+        for name, loaded in weights:
+            if name in held:
+                held[name].data.copy_(loaded)
+
+
 @dataclass
 class Given:
     """A Converter that sends these tensors under this layout."""
