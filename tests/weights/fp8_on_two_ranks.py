@@ -108,7 +108,7 @@ def main(folder: Path, options: Mapping[str, Any]) -> None:
             seen[transport].append(problems(sync))
         if transport == options["transports"][-1]:
             sync.save(folder / "saved", folder / "fp8")
-            seen |= apart(engine, sync, model, load, folder)
+            seen |= apart(engine, sync, load, folder)
             seen["held"] = {
                 copy.into: str(copy.held) for each in sync.loader.coverage for copies in each.copies for copy in copies
             }
@@ -130,8 +130,8 @@ def problems(sync: Any) -> list[str]:
     return [*compared.wrong, *back.differences, *back.not_covered, *again.wrong, *again.not_covered]
 
 
-def apart(engine: Any, sync: Any, model: Any, load: Any, folder: Path) -> dict[str, Any]:
-    """How far log-probs are apart: engine and trainer; engine and the same values there. And what a reload of what was
+def apart(engine: Any, sync: Any, load: Any, folder: Path) -> dict[str, Any]:
+    """How far the engine's log-probs are from those of the same values in the trainer, and what a reload of what was
     sent changes in the engine."""
     from harness.weights.fp8_blocks import E4M3, scale_name
     from harness.weights.verification.comparison import changed_since
@@ -153,7 +153,7 @@ def apart(engine: Any, sync: Any, model: Any, load: Any, folder: Path) -> dict[s
             (exact / file.name).write_bytes(file.read_bytes())
         save_file(plain, exact / "model.safetensors", metadata={"format": "pt"})
     dist.barrier()
-    found = {"trainer": difference(engine, model), "dequantized": difference(engine, load(exact))}
+    found: dict[str, Any] = {"dequantized": float(gaps(engine, load(exact)).mean())}
     with engine.weight_update():
         before = engine.ask(fingerprint_everything)
     engine.update_weights_from_disk(str(folder / "saved"))
@@ -202,26 +202,26 @@ class WithoutOne:
 
 
 @torch.no_grad()
-def change_every_tensor(model: torch.nn.Module, seed: int) -> None:
+def change_every_tensor(model: torch.nn.Module, seed: int, by: float = 0.01) -> None:
     for index, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(1000 * seed + index)
         local: Any = parameter.to_local()  # type: ignore[attr-defined]
-        local.add_((torch.randn(local.shape, generator=generator) * 0.01).to(local.device))
+        local.add_((torch.randn(local.shape, generator=generator) * by).to(local.device))
 
 
 @torch.no_grad()
-def difference(engine: Any, model: Any) -> float:
-    """Mean |engine log-prob - trainer log-prob| of what the engine generates."""
-    asked = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 1.0}
+def gaps(engine: Any, model: Any, new_tokens: int = 16) -> torch.Tensor:
+    """|engine log-prob - trainer log-prob| of what the engine generates; the prompts are always the same ones."""
+    asked = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 1.0}
     answers = engine.generate(input_ids=PROMPTS, sampling_params=asked, return_logprob=True)
-    gaps = []
+    found = []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         entries = answer["meta_info"]["output_token_logprobs"]
         tokens = torch.tensor([prompt + [entry[1] for entry in entries]], device=model.device)
         log_probs = model(tokens).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         ours = log_probs.gather(-1, tokens[0, len(prompt) :, None])[:, 0].cpu()
-        gaps.append((ours - torch.tensor([entry[0] for entry in entries])).abs())
-    return float(torch.cat(gaps).mean())
+        found.append((ours - torch.tensor([entry[0] for entry in entries])).abs())
+    return torch.cat(found)
 
 
 if __name__ == "__main__":

@@ -82,17 +82,17 @@ def test_deepseek_holds_computes_and_reloads_what_was_sent_and_faults_are_named(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model", "arguments"),
+    ("model", "transports", "arguments"),
     [
-        ("qwen3_moe", {"ep_size": 2}),
+        ("qwen3_moe", TRANSPORTS, {"ep_size": 2}),
         # A scheduler that sleeps when idle looks only each second for what its peers wait for.
-        ("deepseek_v3", {"enable_dp_attention": True, "dp_size": 2, "sleep_on_idle": False}),
+        ("deepseek_v3", ("pull", "tensor"), {"enable_dp_attention": True, "dp_size": 2, "sleep_on_idle": False}),
     ],
 )
-def test_every_transport(model: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_every_transport(model: str, transports: tuple[str, ...], arguments: dict[str, Any], tmp_path: Path) -> None:
     with_faults = model == "qwen3_moe"
-    for seen in run(tmp_path, model, arguments=arguments, transports=TRANSPORTS, faults=with_faults):
-        check(seen, model, TRANSPORTS)
+    for seen in run(tmp_path, model, arguments=arguments, transports=transports, faults=with_faults):
+        check(seen, model, transports)
         if with_faults:
             check_faults(seen["faults"], o_proj_counts(model, on_gpu=False, tp=2))
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.weights.fp8_on_two_ranks import change_every_tensor, gaps
+
 BUCKET_BYTES = 100_000  # several buckets, even of a tiny model
-PROMPTS = [list(range(5, 25)), list(range(30, 47))]
 
 
 def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
@@ -52,7 +53,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
     )
     seen: dict[str, Any] = {"dummy": difference(engine, model), "buckets": 0}
     for index, name in enumerate(transports):
-        change_every_tensor(model, seed=index)
+        change_every_tensor(model, index, by=0.05)
         sent = SentModel.plain(model, torch.bfloat16)
         sync = WeightSync(engine, sent, transport=name, folder=folder / "run", check=False)
         sync.weights.bucket_bytes = BUCKET_BYTES
@@ -60,7 +61,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
         seen[f"{name} stale"] = difference(engine, model)
         sync.update_engine()
         seen[name] = difference(engine, model)
-        change_every_tensor(model, seed=100 + index)
+        change_every_tensor(model, 100 + index, by=0.05)
         sync.update_engine()
         seen[f"{name} again"] = difference(engine, model)
         seen[f"{name} wrong"] = read_back(sync.weights, sync.loader).differences
@@ -70,7 +71,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
             seen["distributed after failures"] = difference(engine, model)
         sync.close()
         sync.close()
-        change_every_tensor(model, seed=200 + index)
+        change_every_tensor(model, 200 + index, by=0.05)
         sync.update_engine()
         seen[f"{name} reopened"] = difference(engine, model)
         sync.close()
@@ -94,30 +95,8 @@ def broken_broadcasts(engine: Any, sync: Any) -> dict[str, Any]:
     return seen
 
 
-@torch.no_grad()
-def change_every_tensor(model: torch.nn.Module, seed: int) -> None:
-    for index, parameter in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(1000 * seed + index)
-        local: Any = parameter.to_local()  # type: ignore[attr-defined]
-        local.add_(torch.randn(local.shape, generator=generator) * 0.05)
-
-
-@torch.no_grad()
 def difference(engine: Any, model: Any) -> float:
-    """Largest |engine log-prob - trainer log-prob| of what the engine generates; the prompts are always the same
-    ones."""
-    answers = engine.generate(
-        input_ids=PROMPTS, sampling_params={"max_new_tokens": 6, "ignore_eos": True}, return_logprob=True
-    )
-    largest = 0.0
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        entries = answer["meta_info"]["output_token_logprobs"]
-        tokens = torch.tensor([prompt + [entry[1] for entry in entries]])
-        log_probs = model(tokens).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        ours = log_probs.gather(-1, tokens[0, len(prompt) :, None])[:, 0]
-        theirs = torch.tensor([entry[0] for entry in entries])
-        largest = max(largest, float((ours - theirs).abs().max()))
-    return largest
+    return float(gaps(engine, model, new_tokens=6).max())
 
 
 if __name__ == "__main__":
