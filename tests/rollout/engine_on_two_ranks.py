@@ -1,6 +1,6 @@
 """engine_on_two_ranks.py FOLDER: run by torchrun; one real engine of tp 2 in SGLang's CPU mode, for all tests here.
 
-It is used through sglang_api on the head, then as VerlEngine on both ranks. Rank 0 writes what each rank saw as JSON.
+Rank 0 writes what each rank saw as JSON.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ import hashlib, json, os, pathlib, torch
 def load(model, named_tensors):
     ((name, _),) = named_tensors
     held = {n: p.detach().reshape(-1).view(torch.uint8).numpy() for n, p in model.named_parameters()}
-    held = {n: hashlib.sha256(p).hexdigest() for n, p in held.items()} | {"environment": dict(os.environ)}
+    held = {n: hashlib.sha256(p).hexdigest() for n, p in held.items()}
+    held["environment"] = dict(os.environ)
     unfinished = pathlib.Path(__file__).with_name(f"{name} {torch.distributed.get_rank()}.unfinished")
     unfinished.write_text(json.dumps(held))
     unfinished.rename(unfinished.with_suffix(""))
 """
-SAMPLING = {"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True}
 GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
 
@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
         custom_weight_loader=[LOADER],
     )  # fmt: skip
     seen["forked"] = engine.starts.forked
-    seen |= engine.call_engine(lambda inner: calls(engine.api, inner, folder, weights))
+    seen["arguments"] = engine.call_engine(argument_names)
     seen |= as_verl_engine(engine, folder, weights)
     engine.shutdown()
     engine.shutdown()
@@ -82,43 +82,23 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def calls(api: Any, inner: Any, folder: Path, weights: Weights) -> dict[str, Any]:
-    """Return what the engine answers to sglang_api's calls."""
+def argument_names(inner: Any) -> list[str]:
     from sglang.srt.server_args import ServerArgs
 
-    from harness.rollout import sglang_api as front
-
     fields = getattr(ServerArgs, "__struct_fields__", None) or [field.name for field in dataclasses.fields(ServerArgs)]
-    found: dict[str, Any] = {"arguments": sorted(name for name in fields if not name.startswith("_"))}
+    return sorted(name for name in fields if not name.startswith("_"))
 
-    def update(tensors: Any, load_format: str | None = None) -> None:
-        with front.update_session(api, inner):
-            front.call(inner, "update_weights_from_tensor", tensors, load_format=load_format)
 
-    def held(label: str) -> None:
-        """Keep what the schedulers hold: a custom loader that loads nothing writes its hashes to the files `label`."""
-        update([(label, torch.zeros(1))], LOADER)
-        files = [folder / f"{label} {rank}" for rank in range(2)]
-        while not all(file.exists() for file in files):
-            time.sleep(0.01)
-        held = [json.loads(file.read_text()) for file in files]
-        environments = [each.pop("environment") for each in held]
-        found["environment"] = environments[0]
-        found[label] = {f"{name} on {rank}": digest for rank in range(2) for name, digest in held[rank].items()}
-
-    front.call(inner, "flush_cache")
-    answers = inner.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
-    found["output_ids"] = [answer["output_ids"] for answer in answers]
-    held("at start")
-    update(weights[1])
-    held("after tensors of another model")
-    update([front.serialize(front.flattened_bucket(weights[0])) for _ in range(2)], "flattened_bucket")
-    held("after bucket")
-    front.call(inner, "update_weights_from_disk", str(folder / "model1"), "auto")
-    held("after disk of another model")
-    update(weights[0])
-    held("after tensors")
-    return found
+def held(engine: Any, folder: Path, label: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return a scheduler's environment, and the hash of each tensor of both: a custom loader that loads nothing writes
+    them to files."""
+    engine.update_weights_from_tensor([(label, torch.zeros(1))], load_format=LOADER)
+    files = [folder / f"{label} {rank}" for rank in range(2)]
+    while not all(file.exists() for file in files):
+        time.sleep(0.01)
+    of_ranks = [json.loads(file.read_text()) for file in files]
+    environment, _ = (each.pop("environment") for each in of_ranks)
+    return environment, {f"{name} on {rank}": digest for rank in range(2) for name, digest in of_ranks[rank].items()}
 
 
 def as_verl_engine(engine: Any, folder: Path, weights: Weights) -> dict[str, Any]:
@@ -129,15 +109,16 @@ def as_verl_engine(engine: Any, folder: Path, weights: Weights) -> dict[str, Any
 
     seen: dict[str, Any] = {"before": tokens(), "text": engine.generate("hello", GREEDY)["text"]}
     seen |= stops(engine, folder)
+    seen["environment"], seen["held at start"] = held(engine, folder, "at start")
     engine.release_memory_occupation(["kv_cache", "weights"])
     engine.resume_memory_occupation(["weights"])
     engine.resume_memory_occupation(["kv_cache"])
     engine.update_weights_from_tensor(weights[1], load_format="flattened_bucket")
-    seen["bucket"] = tokens()
+    seen["bucket"], seen["held after bucket"] = tokens(), held(engine, folder, "after bucket")[1]
     engine.update_weights_from_tensor(weights[0])
-    seen["tensor"] = tokens()
+    seen["tensor"], seen["held after tensors"] = tokens(), held(engine, folder, "after tensors")[1]
     engine.update_weights_from_disk(str(folder / "model1"))
-    seen["disk"] = tokens()
+    seen["disk"], seen["held after disk"] = tokens(), held(engine, folder, "after disk")[1]
     engine.flush_cache()
     seen["no_folder"] = failure(lambda: engine.update_weights_from_disk(str(folder / "absent")))
     seen["still_serving"] = tokens()
