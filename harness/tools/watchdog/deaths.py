@@ -112,14 +112,16 @@ class MemoryKills:
 
 
 def _count_file(root: Path, pid: int) -> Path | None:
-    """Return where the innermost cgroup of this process counts kills; None if there is none, as in cgroup v1."""
-    line = next((each for each in _lines(root / f"proc/{pid}/cgroup") if each.startswith("0::")), None)
-    if line is None:
-        return None
-    # In a container the path may be the host's, of which only the innermost part is mounted.
-    base = root / "sys/fs/cgroup"
-    files = (base / line.removeprefix("0::/") / "memory.events", base / "memory.events")
-    return next(filter(Path.exists, files), None)
+    """Return where the innermost cgroup that accounts this process's memory counts kills; None if there is none."""
+    groups = [line.split(":", 2)[1:] for line in _lines(root / f"proc/{pid}/cgroup")]
+    # The first version, which alone accounts memory where it does, and the second.
+    for controller, folder, name in (("memory", "memory", "memory.oom_control"), ("", "", "memory.events")):
+        group = next((path for controllers, path in groups if controller in controllers.split(",")), None)
+        if group is not None:
+            # In a container the path may be the host's, of which only the innermost part is mounted.
+            base = root / "sys/fs/cgroup" / folder
+            return next(filter(Path.exists, (base / group.lstrip("/") / name, base / name)), None)
+    return None
 
 
 def _count(file: Path) -> int:
