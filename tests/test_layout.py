@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,6 +186,25 @@ def test_what_must_start_at_once_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or f"importing {module} imports torch"
+
+
+def statements(file: Path) -> int:
+    """Count a file's statements; docstrings are none."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.stmt)]
+    texts = [node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    return len(nodes) - sum(isinstance(text.value.value, str) for text in texts)  # type: ignore[attr-defined]
+
+
+def test_no_room_is_larger_than_its_budget() -> None:
+    """A commit that needs more raises the number in size.toml, and its body names the user's report that asks for it."""
+    used = Counter[str]()
+    for folder in ("harness", "launch", "tests"):
+        for file in python_files(folder):
+            parts = file.relative_to(REPOSITORY).parent.parts
+            used["/".join(parts[: 3 if "tools" in parts[:2] else 2])] += statements(file)
+    budget = tomllib.loads(Path(__file__).with_name("size.toml").read_text())
+    assert used.keys() == budget.keys()
+    assert {room: count for room, count in used.items() if count > budget[room]} == {}
 
 
 def test_text_is_ascii_and_names_no_path_of_a_machine() -> None:
