@@ -31,8 +31,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = sorted(Path(__file__).parent.glob("*.txt"))
 BLOCK = re.compile(r"(?P<notes>(?:# [^\n]*\n)*)\$ (?P<command>[^\n]*)\n?(?P<said>.*)", re.DOTALL)
 MASKS = {
+    re.escape(str(Path(sys.executable).parent)): "BIN",  # first, as it may be in the checkout
     re.escape(str(REPOSITORY)): "CHECKOUT",
-    re.escape(str(Path(sys.executable).parent)): "BIN",
     re.escape(f"sglang {importlib.metadata.version('sglang')}"): "sglang VERSION",
     r"\d+\.\d s\b": "N s",
     r".*\(\d+ s so far\)\n": "",
