@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="skip every test that starts a process, as soon as it does")
     parser.addoption("--all", action="store_true", help="say how each room did; run_tests.py selects every test")
     parser.addoption("--record-seconds", action="store_true", help="write tests/seconds.txt from this run")
-    parser.addoption("--rewrite-said", action="store_true", help="write tests/said/*.txt from what is printed")
+    parser.addoption("--rewrite-said", action="store_true", help="write the texts that tests compare: said, exported")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -145,12 +145,12 @@ def without_minimal(text: str) -> str:
     return text
 
 
-def test_the_programs_are_those_that_are_kept(tmp_path: Path) -> None:
-    """After a change, REWRITE_PROGRAMS=1 writes tests/tools/export/programs/*.txt, to be read as a diff."""
+def test_the_programs_are_those_that_are_kept(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """After a change, --rewrite-said writes tests/tools/export/programs/*.txt, to be read as a diff."""
     for name, text in kept_programs(tmp_path).items():
         compile(text, f"{name}.py", "exec")
         file = Path(__file__).with_name("programs") / f"{name}.txt"
-        if os.environ.get("REWRITE_PROGRAMS"):
+        if request.config.getoption("--rewrite-said"):
             file.write_text(without_minimal(text))
         assert without_minimal(text) == file.read_text(), file
 
