@@ -154,7 +154,7 @@ def at_rest(model: ShardedModel) -> tuple[int, int, int]:
 
 
 def estimated(ppo: Learning, batch: Batch) -> tuple[PpoStep, list[Tensor]]:
-    """Advantages, with a critic returns, and its values before the update, of the responses of all ranks."""
+    """The advantages of all ranks' responses; with a critic also the returns, and its values before the update."""
     assert ppo.reference
     with ppo.reference.on_device():
         given = batch.replace(reference_log_probs=ppo.reference.log_probs(batch)[0])

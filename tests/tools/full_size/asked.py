@@ -1,4 +1,4 @@
-"""What tests ask SGLang's classes, or of a trainer's memory: each function in a fork of its own (forks.py)."""
+"""Questions that tests ask SGLang's classes and a trainer's memory; forks.py runs each in a fork of its own."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Faults in what is sent, each given to the ranks of one engine: the last functions, each in a fork of its own.
+"""Faults in what is sent to an engine. Tests call the functions at the end, each in a fork of its own.
 
 The model has its real widths, a few layers, and perhaps fewer experts. They return fault -> what was found.
 """
