@@ -68,5 +68,5 @@ class Facts:
     prompts: int | None = None
     """How many of these rows are short enough to be prompts."""
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """For a fact that is None, and for "reward": why it is unknown, as part of a sentence: "sglang is not installed
-    here"."""
+    """For a fact that is None, for "reward" and for "validation": why it is unknown, as part of a sentence: "sglang is
+    not installed here"."""

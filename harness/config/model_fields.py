@@ -71,7 +71,7 @@ def json_object(file: Path) -> Mapping[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{file} must be a JSON object, and is not: {error}.") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{file} must be a JSON object, and is not: it holds {type(found).__name__}.")
+        raise ConfigError(f"{file} must be a JSON object, got {type(found).__name__}.")
     return found
 
 

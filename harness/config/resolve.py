@@ -134,9 +134,9 @@ def _not_checked(config: Config, facts: Facts, device: Device | None, sections: 
         "model": (facts.model, f'the config.json of model.name = "{config.model.name}"'),
         "model_types": (facts.model_types, f'whether transformers has the architecture of "{config.model.name}"'),
         "rows": (facts.rows if facts.prompts is None else facts.prompts, "the rows of task.source"),
+        "validation": (None, "the rows of validation.source" if "validation" in facts.unknown else ""),
+        "reward": (None, f"task.reward = {shown(config.task.reward)}" if "reward" in facts.unknown else ""),
     }
     for name, (known, what) in looked_at.items():
         if known is None and what and (name != "rows" or "task" in sections):
             yield f"{what}: {facts.unknown.get(name, 'unknown')}"
-    if why := facts.unknown.get("reward"):
-        yield f"task.reward = {shown(config.task.reward)}: {why}"

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from traceback import format_exception, format_exception_only
@@ -276,14 +276,22 @@ def watch_processes(
 
     def watch() -> None:
         names = {pid: _name(process) for pid, process in watched.items()}
-        while not stop.wait(POLL_SECONDS):
-            if dead := [pid for pid, process in watched.items() if not is_alive(process)]:
-                signals = {pid: ending_signal(started.get(pid)) for pid in dead}
-                # If several are gone, blame the one that a signal ended: the others followed it.
-                pid = max(dead, key=lambda each: bool(signals[each]))
-                if not stop.is_set():
-                    on_death(names[pid], pid, signals[pid])
-                return
+        with ExitStack() as opened:
+            ends = {}
+            for pid in watched:
+                with suppress(OSError):  # it is gone already, or this kernel has no pidfd
+                    opened.callback(os.close, end := os.pidfd_open(pid))
+                    ends[end] = pid
+            first: list[int] = []
+            while not stop.is_set() and not first and all(map(is_alive, watched.values())):
+                first = [ends[each] for each in connection.wait(ends, POLL_SECONDS)]
+        if stop.wait(POLL_SECONDS):
+            return
+        dead = [*first, *(pid for pid, process in watched.items() if not is_alive(process))]
+        signals = {pid: ending_signal(started.get(pid)) for pid in dead}
+        # The others followed the one that a signal ended, which may take longer to be gone; or the first.
+        pid = max(dead, key=lambda each: bool(signals[each]))
+        on_death(names[pid], pid, signals[pid])
 
     threading.Thread(target=watch, name="engine-watch", daemon=True).start()
     return stop

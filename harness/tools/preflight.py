@@ -7,7 +7,6 @@ not read; a file that is there but broken raises ConfigError.
 """
 
 import ast
-import difflib
 import importlib.util
 import json
 import os
@@ -234,7 +233,7 @@ class Search:
             return
         self.rows[section], why = read_rows(sources, split, rows, seed)
         if why:
-            self.unknown.setdefault("rows", why if section == "task" else f"validation.source: {why}")
+            self.unknown["rows" if section == "task" else section] = why
         for name in filter(is_hub_id, sources) if self.on_hub else ():
             _look_up("dataset", f"{section}.source", name)
 
@@ -409,10 +408,7 @@ def check_model_files(config: Config, whole: bool = True) -> None:
     if is_tiny(name) or is_hub_model(name):
         return
     if not folder.is_dir():
-        nearest = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)[0]
-        hint = f", a hub id (OWNER/NAME) or a tiny model; the nearest tiny model is {nearest}"
-        if "/" in name:
-            hint = f"; give a folder that exists, a hub id (OWNER/NAME), or a tiny model: {', '.join(ARCHITECTURES)}"
+        hint = f"; give a folder that exists, a hub id (OWNER/NAME), or a tiny model: {', '.join(ARCHITECTURES)}"
         if folder == PREPARED / "model":
             hint = f"; make it with: python3 launch/prepare_data.py {PREPARED.name} {PREPARED}"
         raise ConfigError(f'model.name = "{name}" is not a folder here{hint}.')

@@ -132,6 +132,16 @@ def test_of_several_dead_children_the_killed_one_is_reported_with_its_signal_who
     living.join()
 
 
+def test_of_children_that_failed_one_by_one_the_first_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_engine, "POLL_SECONDS", 1.0)  # for both to be gone when it looks
+    follower, first = (python("raise SystemExit(len(input()))", stdin=subprocess.PIPE) for _ in range(2))
+    _, deaths, told = watched(psutil.Process(follower.pid), psutil.Process(first.pid))
+    for child in (first, follower):
+        child.communicate("1\n", timeout=20)
+    assert told.wait(20)
+    assert [pid for _, pid, _ in deaths] == [first.pid]
+
+
 def test_a_killed_child_has_its_signal_before_anybody_can_wait_for_it() -> None:
     """Kernels show a zombie while its last threads end, for which waitpid() gives nothing yet.
 
