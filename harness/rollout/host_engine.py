@@ -277,7 +277,7 @@ def watch_processes(
     def watch() -> None:
         names = {pid: _name(process) for pid, process in watched.items()}
         with ExitStack() as opened:
-            ends = {}
+            ends: dict[Any, int] = {}
             for pid in watched:
                 with suppress(OSError):  # it is gone already, or this kernel has no pidfd
                     opened.callback(os.close, end := os.pidfd_open(pid))

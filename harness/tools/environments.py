@@ -74,15 +74,19 @@ def need(*packages: str) -> None:
 
     If there is no environment, or it lacks them too, exit with 2 and one sentence.
     """
-    lacking = [package for package in packages if importlib.util.find_spec(package) is None]
-    if not lacking:
-        return
-    restart_in_environment()
-    from harness.runtime.errors import report_user_error  # not above: this file also runs as a script
+    if why := what_lacks(*packages):
+        restart_in_environment()
+        from harness.runtime.errors import report_user_error  # not above: this file also runs as a script
 
+        sys.exit(report_user_error(ValueError(why), rank=0))
+
+
+def what_lacks(*packages: str) -> str:
+    """Return which of the packages this Python lacks, and what to do; "" if it has all."""
+    lacking = [package for package in packages if importlib.util.find_spec(package) is None]
     lacks = f"{sys.argv[0]} needs {' and '.join(lacking)}, which {sys.executable} lacks"
     remedy = "use a Python that has them, or, in a checkout, run `python3 launch/quickstart.py` once, which makes .venv"
-    sys.exit(report_user_error(ValueError(f"{lacks}; {remedy}."), rank=0))
+    return f"{lacks}; {remedy}." if lacking else ""
 
 
 def restart_in_environment() -> None:

@@ -355,6 +355,8 @@ def check_rank(
         check_started(config, script, arguments, environment)
     if environment.get("LOCAL_RANK", "0") != "0":
         return
+    if why := environments.what_lacks("torch", "psutil", "transformers", "sglang"):
+        raise ConfigError(why)
     rank = int(environment["RANK"])
     ranks = range(rank, rank + int(environment.get("LOCAL_WORLD_SIZE", "1")))
     search = Search(config, sections, reading=reading, ranks=ranks, writes=rank == 0, on_hub=True)

@@ -123,6 +123,16 @@ def test_a_hub_that_does_not_answer_is_asked_once(words: tuple[str, str]) -> Non
     assert len(done.stderr.splitlines()) == 1 and time.monotonic() - begin < 20
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_whose_python_lacks_packages_says_so_in_one_sentence(device: str) -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-S", "launch/ppo.py", QUICKSTART, "--engine.device", device]
+    done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: launch/ppo.py needs torch and psutil and transformers and sglang, which ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_an_interface_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     preflight.check_interface("", {})
     preflight.check_interface("lo", {})
