@@ -197,7 +197,7 @@ class GpuMemory:
         if self.kv_unknown and weights >= self.static_bytes:
             yield f"the engine has no room for a KV cache: {held} {size(self.static_bytes)} for both."
         if not self.kv_unknown and self.kv_tokens < self.tokens:
-            least = max(share.least_static(self.tokens) for share in self.engine) / self.usable
+            least = max(share.least_static(self.tokens) for share in self.engine) / max(1, self.usable)
             remedy = f"set it to {least:.3f} or more" if least < 1 else "no value is enough: raise parallel.tp or pp"
             yield (
                 f"the engine has room for {self.kv_tokens} tokens, but a prompt with its response may take {self.tokens}:"

@@ -130,6 +130,7 @@ def test_weights_that_leave_no_room_keep_the_engine_from_starting() -> None:
     assert (
         "its weights take 3.5 GiB of each GPU" in found.problems[0] and "set it to 0.026 or more" in found.problems[0]
     )
+    assert "no value is enough" in of(gib=1).problems[0], "CUDA's own share fills it"
     few = of(MEMORY_7B, "--engine.args.max_total_tokens", "100")
     assert few.kv_tokens == 100
     assert "room for 100 tokens, but a prompt with its response may take 288:" in few.problems[0]
