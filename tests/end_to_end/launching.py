@@ -99,7 +99,7 @@ class Job:
             )
         return self
 
-    def wait(self, seconds: float = 400) -> int:
+    def wait(self, seconds: float = 600) -> int:
         """The exit code; kills everything and fails the test when it takes longer."""
         end = time.monotonic() + seconds
         while self.process.poll() is None:
@@ -193,7 +193,7 @@ def run(
     *arguments: str,
     script: str = "launch/ppo.py",
     launcher: Launcher = "forked",
-    seconds: float = 400,
+    seconds: float = 600,
     environment: Mapping[str, str] | None = None,
 ) -> Job:
     """Start a job and wait for its end; look at job.process.returncode."""

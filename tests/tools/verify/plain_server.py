@@ -22,7 +22,7 @@ from harness.rollout.engine import EngineFailed, NamedTensors
 from harness.rollout.engine_settings import cpu_environment, engine_defaults, engine_environment
 from harness.runtime.processes import end_processes
 
-START_SECONDS = 240.0
+START_SECONDS = 480.0
 CALL_SECONDS = 300.0
 ANSWER_SECONDS = 5.0
 
