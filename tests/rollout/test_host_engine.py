@@ -112,19 +112,19 @@ def test_a_child_killed_by_sigkill_is_reported_once_though_nobody_reaps_it() -> 
 def test_of_several_dead_children_the_killed_one_is_reported_with_its_signal_whoever_waited_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_engine, "POLL_SECONDS", 1.0)  # for both to be gone when it looks
+    monkeypatch.setattr(host_engine, "POLL_SECONDS", 2.0)  # for both to be gone when it reports
     fork = multiprocessing.get_context("fork")
     may_leave = fork.Event()
-    leaver = fork.Process(target=may_leave.wait)
-    victim, living = (fork.Process(target=time.sleep, args=(600,)) for _ in range(2))
+    leaver = fork.Process(target=may_leave.wait, daemon=True)
+    victim, living = (fork.Process(target=time.sleep, args=(600,), daemon=True) for _ in range(2))
     for process in (leaver, victim, living):
         process.start()
     assert leaver.pid and victim.pid and living.pid
     _, deaths, told = watched(*(psutil.Process(process.pid) for process in (leaver, living, victim)))
-    victim.kill()
-    victim.join()
     may_leave.set()
     leaver.join()
+    victim.kill()
+    victim.join()
     assert told.wait(20)
     assert [death[1:] for death in deaths] == [(victim.pid, "SIGKILL")]
     assert host_engine.ending_signal(leaver) == host_engine.ending_signal(living) == ""
@@ -133,8 +133,9 @@ def test_of_several_dead_children_the_killed_one_is_reported_with_its_signal_who
 
 
 def test_of_children_that_failed_one_by_one_the_first_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_engine, "POLL_SECONDS", 1.0)  # for both to be gone when it looks
-    follower, first = (python("raise SystemExit(len(input()))", stdin=subprocess.PIPE) for _ in range(2))
+    monkeypatch.setattr(host_engine, "POLL_SECONDS", 2.0)  # for both to be gone when it reports
+    code = "input(); raise SystemExit(sum(range(5_000_000)) > 0)"  # in which the watcher surely wakes
+    follower, first = (python(code, stdin=subprocess.PIPE) for _ in range(2))
     _, deaths, told = watched(psutil.Process(follower.pid), psutil.Process(first.pid))
     for child in (first, follower):
         child.communicate("1\n", timeout=20)
@@ -157,7 +158,9 @@ def test_a_killed_child_has_its_signal_before_anybody_can_wait_for_it() -> None:
     child.wait()
 
 
-def test_a_child_that_was_gone_before_the_watch_is_reported_and_none_after_stop() -> None:
+def test_a_child_that_was_gone_before_the_watch_is_reported_and_none_after_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     child, other = python(SLEEPER), python(SLEEPER)
     process, later = psutil.Process(child.pid), psutil.Process(other.pid)
     child.kill()
@@ -165,10 +168,11 @@ def test_a_child_that_was_gone_before_the_watch_is_reported_and_none_after_stop(
     _, deaths, told = watched(process)
     assert told.wait(10)
     assert [pid for _, pid, _ in deaths] == [child.pid]
+    monkeypatch.setattr(host_engine, "POLL_SECONDS", 2.0)  # for the stop to come before it reports
     stop, deaths, told = watched(later)
-    stop.set()
     end_processes({other.pid: later})
-    assert not told.wait(3 * host_engine.POLL_SECONDS) and deaths == []
+    stop.set()
+    assert not told.wait(1.5 * host_engine.POLL_SECONDS) and deaths == []
     assert not psutil.pid_exists(other.pid)
 
 
