@@ -289,7 +289,7 @@ def watch_processes(
             return
         dead = [*first, *(pid for pid, process in watched.items() if not is_alive(process))]
         signals = {pid: ending_signal(started.get(pid)) for pid in dead}
-        # The others followed the one that a signal ended, which may take longer to be gone; or the first.
+        # Blame the one that a signal ended, though others that followed it may be gone sooner; else the first.
         pid = max(dead, key=lambda each: bool(signals[each]))
         on_death(names[pid], pid, signals[pid])
 

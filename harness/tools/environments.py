@@ -82,7 +82,7 @@ def need(*packages: str) -> None:
 
 
 def what_lacks(*packages: str) -> str:
-    """Return which of the packages this Python lacks, and what to do; "" if it has all."""
+    """Return a sentence on the packages that this Python lacks, and what to do; "" if it has them all."""
     lacking = [package for package in packages if importlib.util.find_spec(package) is None]
     lacks = f"{sys.argv[0]} needs {' and '.join(lacking)}, which {sys.executable} lacks"
     remedy = "use a Python that has them, or, in a checkout, run `python3 launch/quickstart.py` once, which makes .venv"
